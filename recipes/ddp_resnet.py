@@ -29,7 +29,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -57,15 +57,15 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.utils import make_grid
 from tqdm import tqdm
 
-ARCHS = [name for name in torchvision.models.list_models(torchvision.models) if "resne" in name]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+RESNETS = [name for name in torchvision.models.list_models(torchvision.models) if "resne" in name]
 
 
 @dataclass
 class Training:
     """What is computed. A run goes on only with the values that it began with."""
 
-    arch: str = "resnet18"  # any of torchvision's ResNets
+    arch: Literal[tuple(RESNETS)] = "resnet18"
     data: str = "digits"  # digits, synthetic, or a directory with train/CLASS/* and val/CLASS/*
     image_size: int = 0  # height and width in pixels; 0: 32 for digits, else 224
     epochs: int = 12
@@ -100,16 +100,12 @@ class Config(Training):
     name: str = ""  # the run is runs/NAME, and goes on if it exists; default: Slurm's job id, else the time
     resume: str = "auto"  # or the checkpoint with which a new run begins
     export: str = ""  # file for the final weights: a state dict under torchvision's names
-    profile: bool = False  # write a Chrome trace of a few steps into the run directory
+    profile: bool = False  # write a Chrome trace of three steps into the run directory
     timeout: float = 600.0  # seconds to wait for another process before giving up
 
 
 class Failure(Exception):
-    """Ends the program with one line and an exit code: 2 for bad input, 3 for a loss that isn't finite."""
-
-    def __init__(self, message: str, code: int = 2):
-        super().__init__(message)
-        self.code = code
+    """Ends the program with one line on standard error, and with exit code 2 or the second argument."""
 
 
 def parse(config_type: type[Config]) -> Config:
@@ -121,15 +117,13 @@ def parse(config_type: type[Config]) -> Config:
     except SystemExit as error:
         if not error.code:
             raise
-        lines = (line.strip("│ ") for line in box.getvalue().splitlines()[1:])
-        raise Failure(" ".join(itertools.takewhile(lambda line: not line.startswith("─"), lines))) from None
+        reason = box.getvalue().partition("│ ───")[0].splitlines()[1:]
+        raise Failure(" ".join(line.strip("│ ") for line in reason)) from None
     config.image_size = config.image_size or (32 if config.data == "digits" else 224)
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), 1 if field.type is int and field.default else 0
         if isinstance(value, int | float) and not least <= value < math.inf:
             raise Failure(f"--{field.name.replace('_', '-')} {value}: must be {least} or more")
-    if config.arch not in ARCHS:
-        raise Failure(f"--arch {config.arch}: must be one of {', '.join(ARCHS)}")
     if config.export and not Path(config.export).absolute().parent.is_dir():
         raise Failure(f"--export {config.export}: its directory doesn't exist")
     for option, value in (("norm", "sync"), ("dtype", "fp16")):
@@ -160,17 +154,10 @@ def setup_distributed(config: Config) -> torch.device:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS can't be deterministic
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
-    timeout = timedelta(seconds=config.timeout)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(backend, timeout=timeout, device_id=device_id, **alone)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id, **alone)
     return device
-
-
-def die_with_parent() -> None:
-    """Leave no orphan when the parent is killed: prctl(PR_SET_PDEATHSIG), on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Agreement:
@@ -214,10 +201,10 @@ class Agreement:
             try:
                 answer[0] = function(*arguments)
             except Failure as failure:
-                answer[1] = str(failure)
+                answer[1] = failure
         dist.broadcast_object_list(answer, src=0, group=self.group)
         if answer[1]:
-            raise Failure(answer[1])
+            raise answer[1]
         return answer[0]
 
 
@@ -239,7 +226,7 @@ def scan(root: str) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
 
 
 class Images(Dataset):
-    """A list of (epoch, index) gives (uint8 [n, 3, size, size], labels [n], complaints).
+    """A list of (epoch, index) gives a batch: uint8 [n, 3, size, size], labels [n], complaints.
 
     Crop and flip are drawn from (seed, epoch, index), so that an image looks the same whoever loads it. One
     that can't be decoded has the label -1, which loss and accuracy ignore, and is named in a complaint.
@@ -252,20 +239,17 @@ class Images(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
+    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
         images = torch.zeros(len(keys), 3, self.size, self.size, dtype=torch.uint8)
         labels, complaints = self.labels[[index for _, index in keys]], []
         for slot, (epoch, index) in enumerate(keys):
             draw = np.random.SeedSequence((self.seed, epoch, index)).generate_state(1)
             torch.default_generator.manual_seed(int(draw[0]))
             try:
-                image = self.load(self.source[index])
+                images[slot] = self.load(self.source[index])
             except Exception as error:  # a broken file makes PIL raise almost any type
                 labels[slot] = -1
                 complaints.append(f"cannot read {os.fsdecode(self.source[index])}: {error}")
-            else:
-                flip = self.train and not self.digits and torch.rand(()) < 0.5
-                images[slot] = image.flip(2) if flip else image
         return images, labels, complaints
 
     def load(self, source: np.ndarray | bytes) -> Tensor:
@@ -281,7 +265,8 @@ class Images(Dataset):
                 with contextlib.suppress(ValueError):  # damaged, perhaps
                     pixels = simplejpeg.decode_jpeg(data, min_height=math.ceil(height), min_width=math.ceil(width))
             pixels = np.array(picture.convert("RGB")) if pixels is None else pixels
-            return self.resize(pixels, box, len(pixels) / picture.height)
+            image = self.resize(pixels, box, len(pixels) / picture.height)
+        return image.flip(2) if self.train and torch.rand(()) < 0.5 else image
 
     def crop(self, picture: Image.Image) -> tuple[int, int, int, int]:
         """Top, left, height, width: random for training, else central."""
@@ -305,7 +290,7 @@ class Synthetic(Images):
         noise = torch.randint(256, (256, 3, self.size, self.size), dtype=torch.uint8, generator=generator)
         self.noise, self.labels = noise.to(device), self.labels.to(device)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
+    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
         index = torch.tensor([index for _, index in keys], dtype=torch.int64, device=self.noise.device)
         return self.noise[index % len(self.noise)], self.labels[index], []
 
@@ -345,23 +330,18 @@ def eval_batches(config: Config, images: int, replica: int, replicas: int) -> li
     return [[(0, k) for k in range(images)[edge : edge + config.batch_size][replica::replicas]] for edge in edges]
 
 
-def build_loader(images: Images, batches, config: Config, device: torch.device) -> DataLoader:
+def build_loader(images: Images, batches: Iterable, config: Config, device: torch.device) -> DataLoader:
     workers, on_device = config.workers, isinstance(images, Synthetic)
     if workers is None:
         workers = max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1, 0)
     return DataLoader(
         images,
-        batch_sampler=batches,
+        batch_size=None,  # the sampler gives whole batches, and Images loads them
+        sampler=batches,
         num_workers=0 if on_device else workers,
-        collate_fn=as_is,
         worker_init_fn=start_worker,
         pin_memory=device.type == "cuda" and not on_device,
     )
-
-
-def as_is(batch):
-    """There is nothing to collate: Images gives whole batches."""
-    return batch
 
 
 def start_worker(_worker: int) -> None:
@@ -369,6 +349,12 @@ def start_worker(_worker: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Leave no orphan when the parent is killed: prctl(PR_SET_PDEATHSIG), on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 # ---- Model
@@ -382,7 +368,22 @@ def build_model(config: Config, classes: int, device: torch.device) -> nn.Module
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
+    if config.dtype in ("bf16", "fp16"):
+        half = torch.bfloat16 if config.dtype == "bf16" else torch.float16
+        model.forward = torch.autocast(device.type, half)(model.forward)
     return model.to(device, torch.float64 if config.dtype == "fp64" else torch.float32)
+
+
+def to_input(images: Tensor, config: Config, device: torch.device) -> Tensor:
+    """Normalize on the device: a quarter of the bytes to copy, and none of the loader's time."""
+    images = images.to(device, non_blocking=True).to(torch.float64 if config.dtype == "fp64" else torch.float32)
+    images = images.sub_(115).div_(58)  # mean and standard deviation of ImageNet
+    return images.contiguous(memory_format=torch.channels_last) if config.channels_last else images
+
+
+def sum_loss(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
+    logits = logits if config.dtype == "fp64" else logits.float()
+    return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum", label_smoothing=config.label_smoothing)
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -393,30 +394,27 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def learning_rate(config: Config, epoch: float) -> float:
+    """A linear warm-up, then half a cosine (Loshchilov and Hutter, 2017)."""
     if epoch < config.warmup_epochs:
         return config.lr * epoch / config.warmup_epochs
-    return (
-        config.lr
-        * (1 + math.cos(math.pi * (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)))
-        / 2
-    )
+    done = (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)
+    return config.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def to_input(images: Tensor, config: Config, device: torch.device) -> Tensor:
-    """Normalize on the device: a quarter of the bytes to copy, and none of the loader's time."""
-    images = images.to(device, non_blocking=True).to(torch.float64 if config.dtype == "fp64" else torch.float32)
-    images = images.sub_(115).div_(58)  # ImageNet's mean and standard deviation
-    return images.contiguous(memory_format=torch.channels_last) if config.channels_last else images
-
-
-def batch_loss(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """The sum over the images."""
-    return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum", label_smoothing=config.label_smoothing)
-
-
-def autocast(config: Config, device: torch.device) -> torch.autocast:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.dtype)
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+def optimizer_step(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, rate: float
+) -> Tensor:
+    """Unscale, clip, step, and clear the gradients; returns their norm before clipping."""
+    scaler.unscale_(optimizer)
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    if config.clip_grad_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), config.clip_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
 
 
 # ---- Run directory
@@ -467,26 +465,23 @@ def open_run(config: Config) -> tuple[Path, dict]:
     paths = sorted(run.glob("step_*.pt"), reverse=True)
     if not paths and config.resume != "auto":
         paths = [Path(config.resume)]
-    state, damaged = {}, []
+    state, stored, problems = {}, {}, []
     for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            stored = state["config"]
+            stored = {field.name: state["config"][field.name] for field in dataclasses.fields(Training)}
             break
         except Exception as error:  # a damaged file makes torch.load raise almost any type
-            state, reason = {}, str(error).partition("\n")[0]
-            damaged.append((path, f"cannot load {path}: {reason}"))
-    if damaged and not state:
-        raise Failure(damaged[0][1])
-    names = [field.name for field in dataclasses.fields(Training)] if state else []
-    changed = [f"--{k} {stored[k]}, not {v}" for k, v in vars(config).items() if k in names and v != stored[k]]
+            problems.append(f"cannot load {path}: {str(error).splitlines()[0]}")
+    if paths and not stored:
+        raise Failure(problems[0])
+    changed = [f"--{name} {old}, not {vars(config)[name]}" for name, old in stored.items() if old != vars(config)[name]]
     if changed:
         raise Failure(f"{path} is of a run with {'; '.join(changed)}: change it back or take another --name")
+    for problem in problems:
+        print(f"{problem}; going on from {path}", file=sys.stderr)
     try:
         run.mkdir(parents=True, exist_ok=True)
-        for path, reason in damaged:
-            print(f"{reason}; going on from step {state['step']}", file=sys.stderr)
-            path.rename(path.with_suffix(".damaged"))
         write_file(run / "config.json", lambda file: file.write(json.dumps(vars(config), indent=1).encode()))
     except OSError as error:
         raise Failure(f"cannot write to the run directory {run}: {error.strerror}") from None
@@ -508,26 +503,40 @@ class Run:
         self.path, self.state = agreement.on_rank_0(open_run, config)
         self.step = self.first = self.saved = self.state.get("step", 0)
         self.evaluated, self.result = self.state.get("evaluated", 0), self.state.get("result", "")
-        self.rows, self.pending = self.state.get("rows", []), []
-        self.began, self.spent, self.memory = time.perf_counter(), collections.Counter(), [0.0]
+        self.rows, self.pending, self.memory = self.state.get("rows", []), [], [0.0]
+        self.began, self.spent = time.perf_counter(), collections.Counter()
         self.logged = self.step, self.began, self.spent.copy()
-        self.saver, self.saving, self.writer, self.bar = ThreadPoolExecutor(1), None, None, None
+        self.saver, self.saving = ThreadPoolExecutor(1), None
 
-    def __enter__(self):
+    @contextlib.contextmanager
+    def logging(self, facts: dict[str, str]):
+        """Say what runs where, and keep events and status.json open until the run ends, one way or another."""
+        self.say("\n".join(f"{name:13}{fact}" for name, fact in facts.items()))
         if self.leader:  # purge_step hides what a killed run logged beyond the step where this one begins
             self.writer = SummaryWriter(self.path, purge_step=self.step + 1 if self.state else 0)
             self.bar = tqdm(initial=self.step, total=self.last, unit="step", disable=None)
+            options = {name: str(value) for name, value in vars(self.config).items()}
+            if not self.state:
+                self.writer.add_text("config", "\n".join(f"    {name}: {options[name]}" for name in options), 0)
+                for summary in hparams(options, {"eval/top1": 0, "eval/loss": 0}):
+                    self.writer.file_writer.add_summary(summary, 0)  # add_hparams would make a run of its own
         self.status("running")
-        return self
-
-    def __exit__(self, _kind, error, _traceback):
-        if self.saving:
-            self.saving.result()
-        if error:
+        trace = {
+            "schedule": torch.profiler.schedule(skip_first=2, wait=0, warmup=1, active=3, repeat=1),
+            "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(self.path / "trace.json")),
+        }
+        profiling = self.leader and self.config.profile
+        try:
+            with torch.profiler.profile(**trace) if profiling else contextlib.nullcontext() as self.profiler:
+                yield
+        except BaseException as error:
             self.status("failed", str(error))
-        if self.leader:
-            self.bar.close()
-            self.writer.close()
+            raise
+        finally:
+            if self.leader:
+                self.bar.close()
+                self.writer.close()
+            self.saver.shutdown()
 
     def say(self, text: str) -> None:
         if self.leader:
@@ -538,14 +547,6 @@ class Run:
         facts = {"status": status, "step": self.step, "started_at_step": self.first, "reason": reason}
         if self.leader:
             write_file(self.path / "status.json", lambda file: file.write(json.dumps(facts).encode() + b"\n"))
-
-    def introduce(self, facts: dict[str, str]) -> None:
-        self.say("\n".join(f"{name:13}{fact}" for name, fact in facts.items()))
-        if self.leader and not self.state:
-            options = {name: str(value) for name, value in vars(self.config).items()}
-            self.writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in options.items()), 0)
-            for summary in hparams(options, {"eval/top1": 0, "eval/loss": 0}):
-                self.writer.file_writer.add_summary(summary, 0)  # add_hparams would make a run of its own
 
     @contextlib.contextmanager
     def timed(self, what: str):
@@ -558,7 +559,7 @@ class Run:
             print(complaint, file=sys.stderr, flush=True)
             self.agreement.unreadable = self.config.on_bad_image == "stop"
 
-    def fetch(self, batches) -> list[tuple[Tensor, Tensor]]:
+    def fetch(self, batches: Iterator) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches of the next step; `agreement.stop` then says whether it is still to be done."""
         with self.timed("data"):
             micro_batches = list(itertools.islice(batches, self.config.accumulate))
@@ -570,12 +571,14 @@ class Run:
         return [(images, labels) for images, labels, _ in micro_batches]
 
     def advance(self, rate: float, sums: Tensor, norm: Tensor) -> None:
-        """Count a step. This rank's sums of loss, hits and images, and the gradient norm, stay on the device until
-        the next log line or checkpoint: to read them in every step would stall it."""
+        """Count a step. This rank's sums of loss, hits and images, and the gradient norm, stay on the device
+        until the next log line or checkpoint: to read them in every step would stall it."""
         self.step += 1
         self.pending.append(torch.cat([sums, norm[None] / dist.get_world_size()]).double())
         if self.leader:
             self.bar.update()
+        if self.profiler:
+            self.profiler.step()
         if self.step % self.config.log_every == 0 or self.step == self.last:
             self.log(rate)
 
@@ -595,9 +598,9 @@ class Run:
     def log(self, rate: float) -> None:
         loss, hits, images, norm = (sum(column) for column in zip(*self.reduce(), strict=True))
         count, (step, began, before), now = len(self.rows), self.logged, time.perf_counter()
-        spent = {what: seconds - before[what] for what, seconds in self.spent.items()}
-        elapsed = now - began - spent.get("evaluation", 0) - spent.get("checkpoint", 0)
-        self.rows, self.logged, steps = [], (self.step, now, self.spent.copy()), self.step - step
+        self.rows, self.logged = [], (self.step, now, self.spent.copy())
+        spent = self.spent - before
+        elapsed = now - began - spent["evaluation"] - spent["checkpoint"]
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else host
         ranks = torch.zeros(2, dist.get_world_size(), dtype=torch.float64, device=self.device)
@@ -609,13 +612,12 @@ class Run:
             "train/accuracy": hits / max(images, 1),
             "train/learning_rate": rate,
             "train/gradient_norm": norm / count,
-            "speed/images_per_second": steps * self.config.batch_size / elapsed,
-            "speed/step_ms": 1000 * elapsed / steps,
+            "speed/images_per_second": (self.step - step) * self.config.batch_size / elapsed,
+            "speed/step_ms": 1000 * elapsed / (self.step - step),
             "speed/data_wait_fraction": spent["data"] / elapsed,
             "speed/slowest_over_fastest_rank": max(own) / min(own),
-            **{f"memory/device_{k}_gib": gib for k, gib in enumerate(self.memory)},
         }
-        self.scalars(scalars)
+        self.scalars({**scalars, **{f"memory/device_{k}_gib": gib for k, gib in enumerate(self.memory)}})
         if self.leader:
             line = "loss {train/loss:.4f}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
             self.bar.set_postfix_str(line.format_map(scalars))
@@ -647,7 +649,8 @@ class Run:
 
     def write_checkpoint(self, state: dict) -> None:
         write_file(self.path / f"step_{state['step']:08d}.pt", lambda file: torch.save(state, file))
-        for old in sorted(self.path.glob("step_*.pt"))[: -self.config.keep]:
+        written = sorted(self.path.glob("step_*.pt"), key=lambda path: path.stat().st_mtime_ns)
+        for old in written[: -self.config.keep]:
             old.unlink()
 
     def finish(self, state: dict) -> None:
@@ -659,17 +662,15 @@ class Run:
         if self.agreement.stop:
             reason = signal.Signals(self.agreement.stop).name
             self.status("stopped", reason)
-            self.say(
-                f"stopped by {reason} after step {self.step}; the same command with --name {self.path.name} goes on"
-            )
+            self.say(f"stopped by {reason} after step {self.step}; --name {self.path.name} goes on from there")
             return
         self.export(state)
         self.status("finished")
         total = time.perf_counter() - self.began
-        spent = {what: self.spent[what] for what in ("data", "evaluation", "checkpoint")}
-        spent["step"] = total - sum(spent.values())
+        parts = {what: self.spent[what] for what in ("data", "evaluation", "checkpoint")}
+        parts["step"] = total - sum(parts.values())
         self.say(f"finished after step {self.step}: {self.result}; at most {max(self.memory):.2f} GiB per process")
-        self.say(f"{total:.1f} s: " + ", ".join(f"{what} {100 * t / total:.1f} %" for what, t in spent.items()))
+        self.say(f"{total:.1f} s: " + ", ".join(f"{what} {100 * t / total:.1f} %" for what, t in parts.items()))
 
     def export(self, state: dict) -> None:
         if self.leader and self.config.export:
@@ -677,12 +678,6 @@ class Run:
 
 
 # ---- Training
-
-
-def caption(image: Tensor, text: str) -> Tensor:
-    picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).resize((128, 128))
-    ImageDraw.Draw(picture).text((3, 1), text, fill="yellow", stroke_fill="black", stroke_width=1)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 @torch.no_grad()
@@ -695,14 +690,10 @@ def evaluate(model: nn.Module, batches: DataLoader, classes: list[str], run: Run
         run.agreement.exchange()
         if run.agreement.stop:
             break
-        if not len(labels):
-            continue
-        with autocast(run.config, run.device):
-            logits = model(to_input(images, run.config, run.device))
-        labels = labels.to(run.device, non_blocking=True)
+        logits, labels = model(to_input(images, run.config, run.device)), labels.to(run.device, non_blocking=True)
         best = logits.topk(min(5, len(classes))).indices
         hits, known = best == labels[:, None], labels >= 0
-        sums += torch.stack([batch_loss(logits, labels, run.config), hits[:, 0].sum(), hits.sum(), known.sum()])
+        sums += torch.stack([sum_loss(logits, labels, run.config), hits[:, 0].sum(), hits.sum(), known.sum()])
         if run.leader and len(wrong) < 16:
             for k in (known & ~hits[:, 0]).nonzero().flatten().tolist()[: 16 - len(wrong)]:
                 wrong.append(caption(images[k], f"{classes[labels[k]]} taken for {classes[best[k, 0]]}"))
@@ -711,6 +702,12 @@ def evaluate(model: nn.Module, batches: DataLoader, classes: list[str], run: Run
     if not run.agreement.stop:
         dist.all_reduce(sums)
         run.log_evaluation(*sums.tolist(), wrong)
+
+
+def caption(image: Tensor, text: str) -> Tensor:
+    picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).resize((128, 128))
+    ImageDraw.Draw(picture).text((3, 1), text, fill="yellow", stroke_fill="black", stroke_width=1)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 def train(config: Config) -> None:
@@ -736,9 +733,9 @@ def train(config: Config) -> None:
         step averages over the processes; for the others no_sync must cover the forward pass as well."""
         with contextlib.nullcontext() if last else replica.no_sync():
             labels = labels.to(device, non_blocking=True)
-            with run.timed("forward"), autocast(config, device):
+            with run.timed("forward"):
                 logits = replica(to_input(images, config, device))
-                loss = batch_loss(logits, labels, config)
+                loss = sum_loss(logits, labels, config)
             scaler.scale(loss * world / config.batch_size).backward()
         return torch.stack([loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
 
@@ -751,10 +748,10 @@ def train(config: Config) -> None:
     optimizer.zero_grad()
     restore(run.state or fresh, model, optimizer, scaler)
 
-    def evaluate_if_due(step: int) -> None:
+    def evaluate_if_due() -> None:
         every = config.eval_every * run.steps_per_epoch
-        if run.evaluated < step and (step == run.last or every and step % every == 0):
-            for buffer in model.buffers():  # each rank evaluates its share with the statistics of rank 0
+        if run.evaluated < run.step and (run.step == run.last or every and run.step % every == 0):
+            for buffer in model.buffers():  # every rank evaluates its share with the statistics of rank 0
                 dist.broadcast(buffer, src=0)
             with run.timed("evaluation"):
                 batches = eval_batches(config, len(val_images), dist.get_rank(), world)
@@ -762,36 +759,26 @@ def train(config: Config) -> None:
 
     batches = train_batches(config, len(train_images), run.step, run.last, dist.get_rank(), world)
     loader = iter(build_loader(train_images, batches, config, device))
-    with run:
-        run.introduce(
-            {
-                "model": f"{config.arch}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {config.norm} norm, {config.dtype}",
-                "devices": f"{world} x {device.type}, one process each ({dist.get_backend()}), {torch.get_num_threads()} threads",
-                "global batch": f"{config.batch_size} = {world} processes x {share} x {config.accumulate} accumulated",
-                "data": f"{config.data}: {len(train_images)} training and {len(val_images)} validation images, {len(classes)} classes, {config.image_size} x {config.image_size}",
-                "steps": f"{run.step} to {run.last}, {run.steps_per_epoch} an epoch",
-                "run": f"{run.path}; watch it with: tensorboard --logdir runs",
-            }
-        )
-        evaluate_if_due(run.step)  # a stop may have cut it short
-        for step in range(run.step, run.last):
+    million = sum(p.numel() for p in model.parameters()) / 1e6
+    facts = {
+        "model": f"{config.arch}, {million:.1f} M parameters, {config.norm} norm, {config.dtype}",
+        "devices": f"{world} x {device}, {dist.get_backend()}, {torch.get_num_threads()} threads per process",
+        "global batch": f"{config.batch_size} = {world} processes x {share} x {config.accumulate} accumulated",
+        "data": f"{config.data}: {len(train_images)} + {len(val_images)} images, {len(classes)} classes",
+        "steps": f"{run.step} to {run.last}, {run.steps_per_epoch} an epoch",
+        "run": f"{run.path}; watch it with: tensorboard --logdir runs",
+    }
+    with run.logging(facts):
+        evaluate_if_due()  # a stop may have cut it short
+        while run.step < run.last:
             micro_batches = run.fetch(loader)
-            if run.agreement.stop:
+            if agreement.stop:
                 break
             sums = sum(micro_step(*batch, last=k == config.accumulate) for k, batch in enumerate(micro_batches, 1))
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-            if config.clip_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.clip_grad_norm, norm)
-            rate = learning_rate(config, (step + 0.5) / run.steps_per_epoch)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            run.advance(rate, sums, norm)
-            evaluate_if_due(run.step)
-            if run.agreement.save or config.save_every and run.step % config.save_every == 0:
+            rate = learning_rate(config, (run.step + 0.5) / run.steps_per_epoch)
+            run.advance(rate, sums, optimizer_step(config, model, optimizer, scaler, rate))
+            evaluate_if_due()
+            if agreement.save or config.save_every and run.step % config.save_every == 0:
                 with run.timed("checkpoint"):
                     run.save(snapshot(model, optimizer, scaler))
         run.finish(snapshot(model, optimizer, scaler))
@@ -805,12 +792,12 @@ def main() -> None:
     try:
         train(parse(Config))
     except Failure as failure:
-        code = failure.code
+        message, code = (*failure.args, 2)[:2]
         if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)  # torchrun ends all workers as soon as one has left: rank 0 must have spoken
-        elif str(failure):
-            print(f"{Path(__file__).name}: {failure}", file=sys.stderr, flush=True)
+        elif message:
+            print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)
