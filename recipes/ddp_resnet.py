@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -154,9 +155,10 @@ def setup_distributed(config: Config) -> torch.device:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS can't be deterministic
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
-    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    # NCCL's watchdog ends a process without a word about who is missing: let Agreement give up first.
+    backend, device_id, timeout = ("nccl", device, 2 * config.timeout) if cuda else ("gloo", None, config.timeout)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id, **alone)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device_id, **alone)
     return device
 
 
@@ -167,7 +169,8 @@ class Agreement:
     def __init__(self, config: Config):
         timeout = timedelta(seconds=config.timeout)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # never waits for a GPU
-        dist.monitored_barrier(self.group, timeout, wait_all_ranks=True)  # its error names who is missing
+        self.roll_call = dist.new_group(backend="gloo", timeout=timeout)
+        self.meet(timeout)
         self.save_every_seconds, self.saved_at = config.save_every_seconds, time.monotonic()
         self.signal, self.unreadable, self.stop, self.save, self.work = 0, False, 0, False, None
         for number in STOP_SIGNALS:
@@ -176,6 +179,13 @@ class Agreement:
     def on_signal(self, number: int, _frame) -> None:
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait for the save
+
+    def meet(self, timeout: timedelta) -> None:
+        """Wait for all ranks. Raises Failure, which on rank 0 names those that are missing."""
+        try:
+            dist.monitored_barrier(self.roll_call, timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise Failure(f"lost touch with other processes: {error}", 1) from None
 
     def exchange(self) -> None:
         """Read the last flags and send new ones."""
@@ -531,6 +541,8 @@ class Run:
                 yield
         except BaseException as error:
             self.status("failed", str(error))
+            if re.search("timed out|timeout|by peer", str(error)):  # gloo has no type for it
+                self.agreement.meet(timedelta(seconds=5))
             raise
         finally:
             if self.leader:
