@@ -144,22 +144,27 @@ def check_divides(batch_size: int, parts: int, meaning: str) -> None:
 # ---- Processes
 
 
-def setup_distributed(config: Config) -> torch.device:
+def local_device() -> torch.device:
+    """This process's own GPU, or the CPU where there is none."""
+    gpus, local_world = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < gpus < local_world:
+        raise Failure(f"{local_world} processes for {gpus} GPUs: start one per GPU")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
+
+
+def setup_distributed(config: Config, device: torch.device) -> None:
     """Join the process group that torchrun describes, or be a world of one without torchrun."""
-    cuda, local_world = torch.cuda.is_available(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if cuda and local_world > torch.cuda.device_count():
-        raise Failure(f"{local_world} processes for {torch.cuda.device_count()} GPUs: start one per GPU")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS can't be deterministic
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
-    # NCCL's watchdog ends a process without a word about who is missing: let Agreement give up first.
-    backend, device_id, timeout = ("nccl", device, 2 * config.timeout) if cuda else ("gloo", None, config.timeout)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device_id, **alone)
-    return device
+    timeout, alone = timedelta(seconds=config.timeout), {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options = {} if "RANK" in os.environ else alone
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # NCCL's watchdog ends a process without a word about who is missing: Agreement gives up first.
+        dist.init_process_group("nccl", timeout=2 * timeout, device_id=device, **options)
+    else:
+        dist.init_process_group("gloo", timeout=timeout, **options)
 
 
 class Agreement:
@@ -505,7 +510,8 @@ class Run:
     """
 
     def __init__(self, config: Config, agreement: Agreement, device: torch.device, images: int):
-        self.config, self.agreement, self.device, self.leader = config, agreement, device, dist.get_rank() == 0
+        self.config, self.agreement, self.leader = config, agreement, dist.get_rank() == 0
+        self.device, self.devices = device, [device]  # of the model's input; whose peak memory is logged
         self.steps_per_epoch = images // config.batch_size
         if not self.steps_per_epoch:
             raise Failure(f"--batch-size {config.batch_size}: there are only {images} training images")
@@ -541,7 +547,7 @@ class Run:
                 yield
         except BaseException as error:
             self.status("failed", str(error))
-            if re.search("timed out|timeout|by peer", str(error)):  # gloo has no type for it
+            if re.search("(?i)timed out|timeout|by peer", str(error)):  # gloo has no type for it
                 self.agreement.meet(timedelta(seconds=5))
             raise
         finally:
@@ -614,11 +620,11 @@ class Run:
         spent = self.spent - before
         elapsed = now - began - spent["evaluation"] - spent["checkpoint"]
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else host
-        ranks = torch.zeros(2, dist.get_world_size(), dtype=torch.float64, device=self.device)
-        ranks[:, dist.get_rank()] = torch.tensor([spent["data"] + spent["forward"], peak / 2**30])
+        peaks = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else host for d in self.devices]
+        ranks = torch.zeros(dist.get_world_size(), 1 + len(peaks), dtype=torch.float64, device=self.device)
+        ranks[dist.get_rank()] = torch.tensor([spent["data"] + spent["forward"], *(peak / 2**30 for peak in peaks)])
         dist.all_reduce(ranks)
-        own, self.memory = ranks.tolist()
+        own, self.memory = ranks[:, 0].tolist(), ranks[:, 1:].flatten().tolist()
         scalars = {
             "train/loss": loss / max(images, 1),
             "train/accuracy": hits / max(images, 1),
@@ -681,7 +687,7 @@ class Run:
         total = time.perf_counter() - self.began
         parts = {what: self.spent[what] for what in ("data", "evaluation", "checkpoint")}
         parts["step"] = total - sum(parts.values())
-        self.say(f"finished after step {self.step}: {self.result}; at most {max(self.memory):.2f} GiB per process")
+        self.say(f"finished after step {self.step}: {self.result}; at most {max(self.memory):.2f} GiB per device")
         self.say(f"{total:.1f} s: " + ", ".join(f"{what} {100 * t / total:.1f} %" for what, t in parts.items()))
 
     def export(self, state: dict) -> None:
@@ -702,10 +708,12 @@ def evaluate(model: nn.Module, batches: DataLoader, classes: list[str], run: Run
         run.agreement.exchange()
         if run.agreement.stop:
             break
-        logits, labels = model(to_input(images, run.config, run.device)), labels.to(run.device, non_blocking=True)
+        logits = model(to_input(images, run.config, run.device))
+        labels = labels.to(logits.device, non_blocking=True)
         best = logits.topk(min(5, len(classes))).indices
         hits, known = best == labels[:, None], labels >= 0
-        sums += torch.stack([sum_loss(logits, labels, run.config), hits[:, 0].sum(), hits.sum(), known.sum()])
+        loss = sum_loss(logits, labels, run.config)
+        sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), known.sum()]).to(run.device)
         if run.leader and len(wrong) < 16:
             for k in (known & ~hits[:, 0]).nonzero().flatten().tolist()[: 16 - len(wrong)]:
                 wrong.append(caption(images[k], f"{classes[labels[k]]} taken for {classes[best[k, 0]]}"))
@@ -725,7 +733,9 @@ def caption(image: Tensor, text: str) -> Tensor:
 def train(config: Config) -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     check_divides(config.batch_size, world * config.accumulate, f"{world} processes x --accumulate {config.accumulate}")
-    device, agreement = setup_distributed(config), Agreement(config)
+    device = local_device()
+    setup_distributed(config, device)
+    agreement = Agreement(config)
     classes, train_images, val_images = build_data(config, device, agreement)
     run = Run(config, agreement, device, len(train_images))
     if run.evaluated == run.step >= run.last:
@@ -797,12 +807,12 @@ def train(config: Config) -> None:
 
 
 @record
-def main() -> None:
+def main(config_type: type[Config]) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     code = 0
     try:
-        train(parse(Config))
+        train(parse(config_type))
     except Failure as failure:
         message, code = (*failure.args, 2)[:2]
         if os.environ.get("RANK", "0") != "0":
@@ -816,4 +826,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Config)
