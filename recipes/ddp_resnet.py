@@ -355,6 +355,7 @@ def build_loader(images: Images, batches: Iterable, config: Config, device: torc
         sampler=batches,
         num_workers=0 if on_device else workers,
         worker_init_fn=start_worker,
+        timeout=config.timeout if workers and not on_device else 0,
         pin_memory=device.type == "cuda" and not on_device,
     )
 
@@ -453,7 +454,7 @@ def restore(state: dict, model: nn.Module, optimizer: torch.optim.Optimizer, sca
     optimizer.state.clear()
     for name, p in model.named_parameters():
         if name in state["momentum"]:
-            optimizer.state[p]["momentum_buffer"] = state["momentum"][name].to(p.device)
+            optimizer.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(state["momentum"][name])
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -515,10 +516,11 @@ class Run:
         self.steps_per_epoch = images // config.batch_size
         if not self.steps_per_epoch:
             raise Failure(f"--batch-size {config.batch_size}: there are only {images} training images")
-        self.last = min(config.epochs * self.steps_per_epoch, config.max_steps or math.inf)
         self.path, self.state = agreement.on_rank_0(open_run, config)
-        self.step = self.first = self.saved = self.state.get("step", 0)
+        self.step = self.first = self.state.get("step", 0)
+        self.last = max(self.step, min(config.epochs * self.steps_per_epoch, config.max_steps or math.inf))
         self.evaluated, self.result = self.state.get("evaluated", 0), self.state.get("result", "")
+        self.saved = self.step, self.evaluated
         self.rows, self.pending, self.memory = self.state.get("rows", []), [], [0.0]
         self.began, self.spent = time.perf_counter(), collections.Counter()
         self.logged = self.step, self.began, self.spent.copy()
@@ -528,11 +530,12 @@ class Run:
     def logging(self, facts: dict[str, str]):
         """Say what runs where, and keep events and status.json open until the run ends, one way or another."""
         self.say("\n".join(f"{name:13}{fact}" for name, fact in facts.items()))
+        new = self.step == 0 or not any(self.path.glob("events.*"))
         if self.leader:  # purge_step hides what a killed run logged beyond the step where this one begins
-            self.writer = SummaryWriter(self.path, purge_step=self.step + 1 if self.state else 0)
+            self.writer = SummaryWriter(self.path, purge_step=self.step + 1 if self.step else 0)
             self.bar = tqdm(initial=self.step, total=self.last, unit="step", disable=None)
-            options = {name: str(value) for name, value in vars(self.config).items()}
-            if not self.state:
+            options = {name: value for name, value in vars(self.config).items() if value is not None}
+            if new:
                 self.writer.add_text("config", "\n".join(f"    {name}: {options[name]}" for name in options), 0)
                 for summary in hparams(options, {"eval/top1": 0, "eval/loss": 0}):
                     self.writer.file_writer.add_summary(summary, 0)  # add_hparams would make a run of its own
@@ -559,6 +562,7 @@ class Run:
     def say(self, text: str) -> None:
         if self.leader:
             tqdm.write(text)
+            sys.stdout.flush()
 
     def status(self, status: str, reason: str = "") -> None:
         """For job scripts, as torchrun doesn't pass on the exit code of a recipe."""
@@ -610,7 +614,7 @@ class Run:
             for back, (loss, *_, norm) in enumerate(reversed(table.tolist())):
                 if not math.isfinite(loss) or not (math.isfinite(norm) or self.config.dtype == "fp16"):
                     what = f"loss {loss:.4g}, gradient norm {norm:.4g} in step {self.step - back}"
-                    raise Failure(f"{what}; the newest checkpoint is of step {self.saved}; try a lower --lr", 3)
+                    raise Failure(f"{what}; the newest checkpoint is of step {self.saved[0]}; try a lower --lr", 3)
         return self.rows
 
     def log(self, rate: float) -> None:
@@ -658,7 +662,7 @@ class Run:
         """Write a checkpoint from a thread, while training goes on."""
         self.agreement.settle()
         facts = {"step": self.step, "evaluated": self.evaluated, "result": self.result, "rows": self.reduce()}
-        self.saved, self.agreement.save = self.step, False
+        self.saved, self.agreement.save = (self.step, self.evaluated), False
         if self.leader:
             self.writer.flush()
             if self.saving:
@@ -674,7 +678,8 @@ class Run:
     def finish(self, state: dict) -> None:
         """Write the last checkpoint, wait until it is safe, and say how the run ended."""
         with self.timed("checkpoint"):
-            self.save(state)
+            if self.saved != (self.step, self.evaluated):
+                self.save(state)
             if self.saving:
                 self.saving.result()
         if self.agreement.stop:
@@ -745,10 +750,10 @@ def train(config: Config) -> None:
     model = build_model(config, len(classes), device)
     optimizer = build_optimizer(config, model)
     scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "fp16")
-    if config.compile:
-        model.compile()
     # Each rank keeps running statistics of its own, and only those of rank 0 are used: no need to broadcast them.
     replica = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    if config.compile:
+        replica.compile()
 
     def micro_step(images: Tensor, labels: Tensor, last: bool) -> Tensor:
         """Add to the gradients; returns the sums of loss, hits and images. Only the last backward pass of a
@@ -769,6 +774,7 @@ def train(config: Config) -> None:
     micro_step(blank, torch.zeros(share, dtype=torch.int64), last=True)
     optimizer.zero_grad()
     restore(run.state or fresh, model, optimizer, scaler)
+    run.state = fresh = None
 
     def evaluate_if_due() -> None:
         every = config.eval_every * run.steps_per_epoch
