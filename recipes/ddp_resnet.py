@@ -525,6 +525,7 @@ class Run:
         self.began, self.spent = time.perf_counter(), collections.Counter()
         self.logged = self.step, self.began, self.spent.copy()
         self.saver, self.saving = ThreadPoolExecutor(1), None
+        self.digits = 16 if config.dtype == "fp64" else 5
 
     @contextlib.contextmanager
     def logging(self, facts: dict[str, str]):
@@ -641,19 +642,19 @@ class Run:
         }
         self.scalars({**scalars, **{f"memory/device_{k}_gib": gib for k, gib in enumerate(self.memory)}})
         if self.leader:
-            line = "loss {train/loss:.4f}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
-            self.bar.set_postfix_str(line.format_map(scalars))
+            line = "loss {train/loss:.{d}g}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
+            self.bar.set_postfix_str(line.format(d=self.digits, **scalars))
             if self.bar.disable:
-                print(f"step {self.step}/{self.last}  {line.format_map(scalars)}", flush=True)
+                print(f"step {self.step}/{self.last}  {line.format(d=self.digits, **scalars)}", flush=True)
 
     def scalars(self, values: dict[str, float]) -> None:
-        """In float64, so that the curves of two runs can be compared to the last digit."""
+        """In float32, as TensorBoard's data server shows no float64; the console has all digits of an fp64 run."""
         for tag, value in values.items() if self.leader else ():
-            self.writer.add_scalar(tag, value, self.step, new_style=True, double_precision=True)
+            self.writer.add_scalar(tag, value, self.step)
 
     def log_evaluation(self, loss: float, top1: int, top5: int, images: int, wrong: list[Tensor]) -> None:
         self.evaluated, self.result = self.step, f"top-1 {100 * top1 / images:.2f} % ({top1:.0f}/{images:.0f})"
-        self.say(f"step {self.step}/{self.last}  evaluation: loss {loss / images:.4f}, {self.result}")
+        self.say(f"step {self.step}/{self.last}  evaluation: loss {loss / images:.{self.digits}g}, {self.result}")
         self.scalars({"eval/loss": loss / images, "eval/top1": top1 / images, "eval/top5": top5 / images})
         if wrong:
             self.writer.add_image("eval/wrong", make_grid(wrong, nrow=4), self.step)
