@@ -384,10 +384,15 @@ def build_model(config: Config, classes: int, device: torch.device) -> nn.Module
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
+    autocast(config, model, device)
+    return model.to(device, torch.float64 if config.dtype == "fp64" else torch.float32)
+
+
+def autocast(config: Config, module: nn.Module, device: torch.device) -> None:
+    """Let a module compute in half precision where torch finds that safe."""
     if config.dtype in ("bf16", "fp16"):
         half = torch.bfloat16 if config.dtype == "bf16" else torch.float16
-        model.forward = torch.autocast(device.type, half)(model.forward)
-    return model.to(device, torch.float64 if config.dtype == "fp64" else torch.float32)
+        module.forward = torch.autocast(device.type, half)(module.forward)
 
 
 def to_input(images: Tensor, config: Config, device: torch.device) -> Tensor:
@@ -402,11 +407,11 @@ def sum_loss(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum", label_smoothing=config.label_smoothing)
 
 
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: Config, model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]  # biases, and weights of norms
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors}]
-    return torch.optim.SGD(groups, config.lr, config.momentum, fused=True)
+    return torch.optim.SGD(groups, config.lr, config.momentum, fused=fused, foreach=not fused)
 
 
 def learning_rate(config: Config, epoch: float) -> float:
@@ -418,11 +423,16 @@ def learning_rate(config: Config, epoch: float) -> float:
 
 
 def optimizer_step(
-    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, rate: float
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    rate: float,
+    total_norm: Callable[[list[Tensor]], Tensor] = nn.utils.get_total_norm,
 ) -> Tensor:
     """Unscale, clip, step, and clear the gradients; returns their norm before clipping."""
     scaler.unscale_(optimizer)
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    norm = total_norm([p.grad for p in model.parameters()])
     if config.clip_grad_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), config.clip_grad_norm, norm)
     for group in optimizer.param_groups:
