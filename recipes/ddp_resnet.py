@@ -24,6 +24,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -157,14 +158,20 @@ def setup_distributed(config: Config, device: torch.device) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS can't be deterministic
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
-    timeout, alone = timedelta(seconds=config.timeout), {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    options = {} if "RANK" in os.environ else alone
+    timeout, where = timedelta(seconds=config.timeout), {}
+    if "RANK" not in os.environ:
+        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun 2.14 keeps this store over a restart, and in it the addresses of processes that are gone.
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+        where = {"store": dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)}
+        where |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # NCCL's watchdog ends a process without a word about who is missing: Agreement gives up first.
-        dist.init_process_group("nccl", timeout=2 * timeout, device_id=device, **options)
+        dist.init_process_group("nccl", timeout=2 * timeout, device_id=device, **where)
     else:
-        dist.init_process_group("gloo", timeout=timeout, **options)
+        dist.init_process_group("gloo", timeout=timeout, **where)
 
 
 class Agreement:
@@ -837,6 +844,10 @@ def main(config_type: type[Config]) -> None:
             time.sleep(5)  # torchrun ends all workers as soon as one has left: rank 0 must have spoken
         elif message:
             print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+    finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in multiprocessing.active_children():
+            worker.kill()
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)
