@@ -662,7 +662,7 @@ class Run:
             line = "loss {train/loss:.{d}g}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
             self.bar.set_postfix_str(line.format(d=self.digits, **scalars))
             if self.bar.disable:
-                print(f"step {self.step}/{self.last}  {line.format(d=self.digits, **scalars)}", flush=True)
+                self.say(f"step {self.step}/{self.last}  {line.format(d=self.digits, **scalars)}")
 
     def scalars(self, values: dict[str, float]) -> None:
         """In float32, as TensorBoard's data server shows no float64; the console has all digits of an fp64 run."""
@@ -700,7 +700,7 @@ class Run:
                 self.save(state)
             if self.saving:
                 self.saving.result()
-        if self.agreement.stop:
+        if not self.evaluated == self.step == self.last:
             reason = signal.Signals(self.agreement.stop).name
             self.status("stopped", reason)
             self.say(f"stopped by {reason} after step {self.step}; --name {self.path.name} goes on from there")
