@@ -1,0 +1,1134 @@
+"""Train a ResNet as a pipeline: each process holds some of the blocks, and micro-batches pass through all of them.
+
+A batch is cut into micro-batches, so that the stages of the pipeline work at the same time, each on another
+one. Stages still wait while the pipeline fills and drains: that bubble shrinks with more micro-batches, until
+they are too small to be efficient. Each process needs memory for its own blocks only, and sends activations
+rather than gradients: it is the strategy for a model that doesn't fit one device. For one that fits, ddp_resnet.py
+is faster. With fewer `--stages` than processes, replicas of the pipeline share the batch as in ddp_resnet.py.
+
+    torchrun --nproc_per_node=2 recipes/pp_resnet.py                                       # two stages
+    torchrun --nproc_per_node=8 recipes/pp_resnet.py --stages 2 --batch-size 512           # times four replicas
+    ./launch.sh recipes/pp_resnet.py --data /data/imagenet --arch resnet152 --batch-size 256 --micro-batches 16
+
+With `--norm batch` a micro-batch is normalized by itself, and the running statistics are those of the first
+replica: results differ a little with the number of micro-batches and replicas. `--norm sync` (CUDA) takes the
+statistics over the replicas, `--norm group` needs none. Everything else is as in ddp_resnet.py.
+"""
+# Processes: one per device.
+
+import collections
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import psutil
+import simplejpeg
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+import tyro
+from PIL import Image, ImageDraw
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import RandomResizedCrop
+from torchvision.utils import make_grid
+from tqdm import tqdm
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+RESNETS = [name for name in torchvision.models.list_models(torchvision.models) if "resne" in name]
+
+
+@dataclass
+class Training:
+    """What is computed. A run goes on only with the values that it began with."""
+
+    arch: Literal[tuple(RESNETS)] = "resnet18"
+    data: str = "digits"  # digits, synthetic, or a directory with train/CLASS/* and val/CLASS/*
+    image_size: int = 0  # height and width in pixels; 0: 32 for digits, else 224
+    epochs: int = 12
+    batch_size: int = 64  # images per optimizer step, over all devices and accumulation
+    lr: float = 0.05  # peak learning rate of the global batch, never rescaled
+    warmup_epochs: float = 1.0  # linear from 0, then a cosine to 0, by optimizer step
+    momentum: float = 0.9
+    weight_decay: float = 5e-4  # not of norms and biases
+    label_smoothing: float = 0.0
+    clip_grad_norm: float = 0.0  # 0: off
+    norm: Literal["batch", "group", "sync"] = "batch"  # statistics per process, none, over all processes
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"  # bf16, fp16: autocast; fp16 scales the loss
+    on_bad_image: Literal["stop", "skip"] = "stop"  # a file that can't be decoded ends the run, or is left out
+    seed: int = 0  # of weights, sample order and augmentation
+
+
+@dataclass
+class Config(Training):
+    """How it is computed. May change whenever a run goes on."""
+
+    accumulate: int = 1  # micro-batches per optimizer step, when the batch doesn't fit into memory
+    workers: int | None = None  # loader processes per rank; default: this rank's share of the cores, less one
+    channels_last: bool = False  # the memory format of tensor cores: use it with bf16 and fp16
+    compile: bool = False
+    deterministic: bool = False  # bit-identical reruns on CUDA, slower
+    eval_every: int = 1  # epochs; 0: only at the end
+    save_every: int = 0  # steps; 0: by time alone
+    save_every_seconds: float = 600.0  # 0: by steps alone
+    keep: int = 2  # checkpoints
+    log_every: int = 10  # steps
+    max_steps: int = 0  # end before the last epoch, on the same schedule; 0: don't
+    name: str = ""  # the run is runs/NAME, and goes on if it exists; default: Slurm's job id, else the time
+    resume: str = "auto"  # or the checkpoint with which a new run begins
+    export: str = ""  # file for the final weights: a state dict under torchvision's names
+    profile: bool = False  # write a Chrome trace of three steps into the run directory
+    timeout: float = 600.0  # seconds to wait for another process before giving up
+
+
+@dataclass
+class PipelineParallel(Config):
+    stages: int = 0  # processes that share one replica of the model; 0: all
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"  # interleaved: two or more stages per process
+    micro_batches: int = 0  # parts of a replica's batch; 0: two per stage
+    balance: str = "auto"  # by measured cost, or the blocks of each stage, as 5,3
+
+
+class Failure(Exception):
+    """Ends the program with one line on standard error, and with exit code 2 or the second argument."""
+
+
+def parse(config_type: type[Config]) -> Config:
+    """Read the command line. Raises Failure with tyro's reason, taken out of its box."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            config = tyro.cli(config_type, description=__doc__)
+    except SystemExit as error:
+        if not error.code:
+            raise
+        reason = box.getvalue().partition("│ ───")[0].splitlines()[1:]
+        raise Failure(" ".join(line.strip("│ ") for line in reason)) from None
+    config.image_size = config.image_size or (32 if config.data == "digits" else 224)
+    for field in dataclasses.fields(config):
+        value, least = getattr(config, field.name), 1 if field.type is int and field.default else 0
+        if isinstance(value, int | float) and not least <= value < math.inf:
+            raise Failure(f"--{field.name.replace('_', '-')} {value}: must be {least} or more")
+    if config.export and not Path(config.export).absolute().parent.is_dir():
+        raise Failure(f"--export {config.export}: its directory doesn't exist")
+    for option, value in (("norm", "sync"), ("dtype", "fp16")):
+        if getattr(config, option) == value and not torch.cuda.is_available():
+            raise Failure(f"--{option} {value}: needs CUDA, and there is no GPU here")
+    return config
+
+
+def check_divides(batch_size: int, parts: int, meaning: str) -> None:
+    """Raises Failure, naming the nearest sizes that fit, unless the batch divides into equal parts."""
+    if batch_size % parts:
+        below = batch_size - batch_size % parts
+        fit = f"{below} or {below + parts}" if below else f"{parts}"
+        raise Failure(f"--batch-size {batch_size}: doesn't divide by {parts} ({meaning}); {fit} would")
+
+
+# ---- Processes
+
+
+def local_device() -> torch.device:
+    """This process's own GPU, or the CPU where there is none."""
+    gpus, local_world = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < gpus < local_world:
+        raise Failure(f"{local_world} processes for {gpus} GPUs: start one per GPU")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
+
+
+def setup_distributed(config: Config, device: torch.device) -> None:
+    """Join the process group that torchrun describes, or be a world of one without torchrun."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS can't be deterministic
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cudnn.benchmark = not config.deterministic
+    timeout, where = timedelta(seconds=config.timeout), {}
+    if "RANK" not in os.environ:
+        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun 2.14 keeps this store over a restart, and in it the addresses of processes that are gone.
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+        where = {"store": dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)}
+        where |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # NCCL's watchdog ends a process without a word about who is missing: Agreement gives up first.
+        dist.init_process_group("nccl", timeout=2 * timeout, device_id=device, **where)
+    else:
+        dist.init_process_group("gloo", timeout=timeout, **where)
+
+
+class Agreement:
+    """Makes all ranks stop, or save, after the same step. A signal only raises a flag; every step reads what
+    the ranks raised a step ago and starts to reduce the flags of now, so that no step waits."""
+
+    def __init__(self, config: Config):
+        timeout = timedelta(seconds=config.timeout)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # never waits for a GPU
+        self.roll_call = dist.new_group(backend="gloo", timeout=timeout)
+        self.meet(timeout)
+        self.save_every_seconds, self.saved_at = config.save_every_seconds, time.monotonic()
+        self.signal, self.unreadable, self.stop, self.save, self.work = 0, False, 0, False, None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, _frame) -> None:
+        self.signal = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait for the save
+
+    def meet(self, timeout: timedelta) -> None:
+        """Wait for all ranks. Raises Failure, which on rank 0 names those that are missing."""
+        try:
+            dist.monitored_barrier(self.roll_call, timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise Failure(f"lost touch with other processes: {error}", 1) from None
+
+    def exchange(self) -> None:
+        """Read the last flags and send new ones."""
+        self.settle()
+        due = dist.get_rank() == 0 and 0 < self.save_every_seconds < time.monotonic() - self.saved_at
+        self.saved_at = time.monotonic() if due else self.saved_at
+        self.flags = torch.tensor([self.signal, self.unreadable, due], dtype=torch.int32)
+        self.work = dist.all_reduce(self.flags, dist.ReduceOp.MAX, self.group, async_op=True)
+
+    def settle(self) -> None:
+        """Read the flags on their way. Raises Failure if a rank met an image that ends the run."""
+        if self.work:
+            self.work.wait()
+            self.work, (stop, unreadable, due) = None, self.flags.tolist()
+            self.stop, self.save = max(self.stop, stop), self.save or bool(due)
+            if unreadable:
+                raise Failure("")  # the rank that met it has said so
+
+    def on_rank_0(self, function: Callable, *arguments):
+        """Call a function on rank 0 and give its result, or its Failure, to every rank."""
+        answer = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                answer[0] = function(*arguments)
+            except Failure as failure:
+                answer[1] = failure
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        if answer[1]:
+            raise answer[1]
+        return answer[0]
+
+
+# ---- Data
+
+
+def scan(root: str) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
+    """Class names, and paths (bytes) and labels of train and val. Arrays, since loader workers copy a list of
+    a million strings page by page as they read it. Raises Failure if the directory is laid out otherwise."""
+    try:
+        train, val = (ImageFolder(Path(root, split)) for split in ("train", "val"))
+    except OSError as error:
+        raise Failure(f"--data {root}: {error}") from None
+    if train.classes != val.classes:
+        odd = ", ".join(sorted(set(train.classes) ^ set(val.classes))[:5])
+        raise Failure(f"--data {root}: train and val must have the same classes; only one has {odd}")
+    paths = [np.array([os.fsencode(path) for path, _ in split.samples]) for split in (train, val)]
+    return train.classes, [(paths[0], np.array(train.targets)), (paths[1], np.array(val.targets))]
+
+
+class Images(Dataset):
+    """A list of (epoch, index) gives a batch: uint8 [n, 3, size, size], labels [n], complaints.
+
+    Crop and flip are drawn from (seed, epoch, index), so that an image looks the same whoever loads it. One
+    that can't be decoded has the label -1, which loss and accuracy ignore, and is named in a complaint.
+    """
+
+    def __init__(self, source: np.ndarray, labels: np.ndarray, config: Training, train: bool):
+        self.source, self.labels, self.train = source, torch.from_numpy(labels), train
+        self.size, self.seed, self.digits = config.image_size, config.seed, config.data == "digits"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
+        images = torch.zeros(len(keys), 3, self.size, self.size, dtype=torch.uint8)
+        labels, complaints = self.labels[[index for _, index in keys]], []
+        for slot, (epoch, index) in enumerate(keys):
+            draw = np.random.SeedSequence((self.seed, epoch, index)).generate_state(1)
+            torch.default_generator.manual_seed(int(draw[0]))
+            try:
+                images[slot] = self.load(self.source[index])
+            except Exception as error:  # a broken file makes PIL raise almost any type
+                labels[slot] = -1
+                complaints.append(f"cannot read {os.fsdecode(self.source[index])}: {error}")
+        return images, labels, complaints
+
+    def load(self, source: np.ndarray | bytes) -> Tensor:
+        """Decode, crop and resize. For training a JPEG is decoded at n/8 of its size where that is enough: it
+        spares libjpeg-turbo most of the work, and moves the random crop by half a pixel at most. Every other
+        kind of file, and every doubtful one, is for PIL to read."""
+        if self.digits:
+            return self.resize(source, self.crop(Image.fromarray(source)), 1)
+        data = Path(os.fsdecode(source)).read_bytes()
+        with Image.open(io.BytesIO(data)) as picture:
+            box, pixels = self.crop(picture), None
+            if picture.format == "JPEG" and picture.mode in ("RGB", "L"):
+                height, width = picture.height * self.size / box[2], picture.width * self.size / box[3]
+                enough = {"min_height": math.ceil(height), "min_width": math.ceil(width)} if self.train else {}
+                with contextlib.suppress(ValueError):  # damaged, perhaps
+                    pixels = simplejpeg.decode_jpeg(data, **enough)
+            pixels = np.array(picture.convert("RGB")) if pixels is None else pixels
+            image = self.resize(pixels, box, len(pixels) / picture.height)
+        return image.flip(2) if self.train and torch.rand(()) < 0.5 else image
+
+    def crop(self, picture: Image.Image) -> tuple[int, int, int, int]:
+        """Top, left, height, width: random for training, else central."""
+        if self.train:
+            return RandomResizedCrop.get_params(picture, (0.6 if self.digits else 0.08, 1), (3 / 4, 4 / 3))
+        side = round(min(picture.size) * (1 if self.digits else 0.875)) or 1
+        return (picture.height - side) // 2, (picture.width - side) // 2, side, side
+
+    def resize(self, pixels: np.ndarray, box: tuple[int, int, int, int], scale: float) -> Tensor:
+        top, left, height, width = (round(edge * scale) for edge in box)
+        part = torch.from_numpy(pixels[top : top + max(height, 1), left : left + max(width, 1)]).permute(2, 0, 1)
+        return F.interpolate(part[None], (self.size, self.size), mode="bilinear", antialias=True)[0]
+
+
+class Synthetic(Images):
+    """Noise made once, on the device: nothing to load, so that the speed is that of compute alone."""
+
+    def __init__(self, count: int, config: Training, device: torch.device):
+        super().__init__(np.empty(0), np.arange(count) % 1000, config, train=False)
+        generator = torch.Generator().manual_seed(self.seed)
+        noise = torch.randint(256, (256, 3, self.size, self.size), dtype=torch.uint8, generator=generator)
+        self.noise, self.labels = noise.to(device), self.labels.to(device)
+
+    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
+        index = torch.tensor([index for _, index in keys], dtype=torch.int64, device=self.noise.device)
+        return self.noise[index % len(self.noise)], self.labels[index], []
+
+
+def build_data(config: Config, device: torch.device, agreement: Agreement) -> tuple[list[str], Images, Images]:
+    """Class names, training and validation images."""
+    if config.data == "synthetic":
+        return [str(k) for k in range(1000)], *(Synthetic(count, config, device) for count in (100_000, 1_000))
+    if config.data == "digits":  # 1797 handwritten digits of 8x8 pixels, of which every fifth validates
+        digits = load_digits()
+        pixels = np.repeat(np.uint8(digits.images * 255 / 16)[..., None], 3, axis=3)
+        val = np.arange(len(pixels)) % 5 == 4
+        classes, splits = list("0123456789"), [(pixels[part], digits.target[part]) for part in (~val, val)]
+    else:
+        classes, splits = agreement.on_rank_0(scan, config.data)
+    return classes, Images(*splits[0], config, train=True), Images(*splits[1], config, train=False)
+
+
+def train_batches(config: Config, images: int, start: int, stop: int, replica: int, replicas: int):
+    """Yields one replica's micro-batches of the steps from start to stop, as lists of (epoch, index).
+
+    The global batches of an epoch are slices of a permutation that depends on (seed, epoch) alone; what
+    doesn't fill a last batch is left out of that epoch.
+    """
+    steps_per_epoch = images // config.batch_size
+    for epoch, steps in itertools.groupby(range(start, stop), lambda step: step // steps_per_epoch):
+        order = np.random.default_rng((config.seed, epoch)).permutation(images)
+        for step in steps:
+            batch = order[step % steps_per_epoch * config.batch_size :][: config.batch_size]
+            for micro_batch in batch.reshape(config.accumulate, replicas, -1)[:, replica]:
+                yield [(epoch, index) for index in micro_batch.tolist()]
+
+
+def eval_batches(config: Config, images: int, replica: int, replicas: int) -> list[list[tuple[int, int]]]:
+    """Every image on one replica, in equally many batches on each: the last of them may be empty."""
+    edges = range(0, images, config.batch_size)
+    return [[(0, k) for k in range(images)[edge : edge + config.batch_size][replica::replicas]] for edge in edges]
+
+
+def build_loader(images: Images, batches: Iterable, config: Config, device: torch.device) -> DataLoader:
+    workers, on_device = config.workers, isinstance(images, Synthetic)
+    if workers is None:
+        workers = max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1, 0)
+    return DataLoader(
+        images,
+        batch_size=None,  # the sampler gives whole batches, and Images loads them
+        sampler=batches,
+        num_workers=0 if on_device else workers,
+        worker_init_fn=start_worker,
+        timeout=config.timeout if workers and not on_device else 0,
+        pin_memory=device.type == "cuda" and not on_device,
+    )
+
+
+def start_worker(_worker: int) -> None:
+    """A job's signals reach the loader workers too; dying, they would take the last save with them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Leave no orphan when the parent is killed: prctl(PR_SET_PDEATHSIG), on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+# ---- Model
+
+
+def build_model(config: Config, classes: int, device: torch.device) -> nn.Module:
+    torch.manual_seed(config.seed)
+    norm = (lambda channels: nn.GroupNorm(32, channels)) if config.norm == "group" else None
+    model = torchvision.models.get_model(config.arch, num_classes=classes, norm_layer=norm)
+    if config.norm == "sync":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    autocast(config, model, device)
+    return model.to(device, torch.float64 if config.dtype == "fp64" else torch.float32)
+
+
+def autocast(config: Config, module: nn.Module, device: torch.device) -> None:
+    """Let a module compute in half precision where torch finds that safe."""
+    if config.dtype in ("bf16", "fp16"):
+        half = torch.bfloat16 if config.dtype == "bf16" else torch.float16
+        module.forward = torch.autocast(device.type, half)(module.forward)
+
+
+def to_input(images: Tensor, config: Config, device: torch.device) -> Tensor:
+    """Normalize on the device: a quarter of the bytes to copy, and none of the loader's time."""
+    images = images.to(device, non_blocking=True).to(torch.float64 if config.dtype == "fp64" else torch.float32)
+    images = images.sub_(115).div_(58)  # mean and standard deviation of ImageNet
+    return images.contiguous(memory_format=torch.channels_last) if config.channels_last else images
+
+
+def sum_loss(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
+    logits = logits if config.dtype == "fp64" else logits.float()
+    return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum", label_smoothing=config.label_smoothing)
+
+
+def build_optimizer(config: Config, model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]  # biases, and weights of norms
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors}]
+    return torch.optim.SGD(groups, config.lr, config.momentum, fused=fused, foreach=not fused)
+
+
+def learning_rate(config: Config, epoch: float) -> float:
+    """A linear warm-up, then half a cosine (Loshchilov and Hutter, 2017)."""
+    if epoch < config.warmup_epochs:
+        return config.lr * epoch / config.warmup_epochs
+    done = (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)
+    return config.lr * (1 + math.cos(math.pi * done)) / 2
+
+
+def optimizer_step(
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    rate: float,
+    total_norm: Callable[[list[Tensor]], Tensor] = nn.utils.get_total_norm,
+) -> Tensor:
+    """Unscale, clip, step, and clear the gradients; returns their norm before clipping."""
+    scaler.unscale_(optimizer)
+    norm = total_norm([p.grad for p in model.parameters()])
+    if config.clip_grad_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), config.clip_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
+
+# ---- Pipeline
+
+
+def blocks_of(model: nn.Module) -> list[nn.Sequential]:
+    """The residual blocks in their order; the stem belongs to the first, the head to the last."""
+    layers = model.layer1, model.layer2, model.layer3, model.layer4
+    blocks = [[block] for layer in layers for block in layer]
+    blocks[0] = [model.conv1, model.bn1, model.relu, model.maxpool, *blocks[0]]
+    blocks[-1] += [model.avgpool, nn.Flatten(), model.fc]
+    return [nn.Sequential(*block) for block in blocks]
+
+
+def time_blocks(blocks: list[nn.Sequential], images: Tensor) -> tuple[list[tuple[float, float]], list[Tensor]]:
+    """Seconds of the forward and of the backward pass of each block with these images, and what it gives."""
+    seconds, outputs, inputs = [], [], images
+
+    def now() -> float:
+        if images.device.type == "cuda":
+            torch.cuda.synchronize(images.device)
+        return time.perf_counter()
+
+    for block in blocks:
+        passes = []
+        for _ in range(3):  # the first of them warms up
+            inputs = inputs.detach().requires_grad_(block is not blocks[0])
+            began = now()
+            output = block(inputs)
+            middle = now()
+            output.backward(torch.ones_like(output))
+            passes.append((middle - began, now() - middle))
+        block.zero_grad()
+        seconds.append(tuple(map(min, *passes[1:])))
+        outputs.append(torch.empty_like(output, device="meta", memory_format=torch.contiguous_format))
+        inputs = output
+    return seconds, outputs
+
+
+def balance(costs: list[float], stages: int) -> tuple[int, ...]:
+    """Blocks per stage, such that the costliest stage costs least."""
+
+    @functools.cache
+    def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        if stages == 1:
+            return sum(costs[start:]), (len(costs) - start,)
+        rest = {cut: best(cut, stages - 1) for cut in range(start + 1, len(costs) - stages + 2)}
+        return min((max(sum(costs[start:cut]), cost), (cut - start, *sizes)) for cut, (cost, sizes) in rest.items())
+
+    return best(0, stages)[1]
+
+
+def settle_cut(config: PipelineParallel, world: int) -> tuple[int, ...] | int:
+    """Fill in what follows from the number of processes; returns the blocks of each stage if --balance gives
+    them, else the number of stages to cut. Raises Failure if the options don't fit each other."""
+    with torch.device("meta"):
+        blocks = len(blocks_of(torchvision.models.get_model(config.arch)))
+    stages = config.stages = config.stages or world
+    count = config.micro_batches = config.micro_batches or 2 * stages
+    if world % stages:
+        raise Failure(f"--stages {stages}: doesn't divide the {world} processes")
+    if count < stages and config.schedule != "gpipe":
+        raise Failure(f"--micro-batches {count}: --schedule {config.schedule} needs one per stage, {stages}, or more")
+    interleaved, rounds = config.schedule == "interleaved", max(count // stages, 1)
+    if interleaved and count % rounds:
+        raise Failure(f"--micro-batches {count}: interleaved runs {rounds} equal rounds; {rounds * stages} would fit")
+    cut = 2 * stages if interleaved else stages
+    if config.balance != "auto":
+        sizes = tuple(int(size) if size.isdecimal() else 0 for size in config.balance.split(","))
+        fits = len(sizes) == cut or interleaved and len(sizes) > cut and len(sizes) % stages == 0
+        if not (fits and all(sizes) and sum(sizes) == blocks):
+            raise Failure(f"--balance {config.balance}: not auto, nor {config.arch}'s {blocks} blocks cut in {cut}")
+        return sizes
+    if cut > blocks:
+        raise Failure(f"--stages {stages}: {config.arch} has only {blocks} blocks to cut in {cut}")
+    return cut
+
+
+def ideal_seconds(order: dict[int, list], seconds: list[tuple[float, float]]) -> float:
+    """How long a step takes if nothing but computing takes time: by the order in which each process computes,
+    and the seconds of the forward and of the backward pass of each stage."""
+    ended, clocks, last = collections.defaultdict(list), dict.fromkeys(order, 0.0), len(seconds) - 1
+    queues = {rank: [action for action in order[rank] if action and action[1] in ("F", "B")] for rank in order}
+    while any(queues.values()):
+        for rank, queue in queues.items():
+            while queue:
+                stage, kind, *_ = queue[0]
+                needed = (stage - 1, "F") if kind == "F" else (stage + 1, "B") if stage < last else (stage, "F")
+                times, done = ended[needed], ended[stage, kind]  # by micro-batch
+                if needed[0] >= 0 and len(times) == len(done):
+                    break
+                clocks[rank] = max([clocks[rank], *times[len(done) :][:1]]) + seconds[stage][kind == "B"]
+                done.append(clocks[rank])
+                queue.pop(0)
+    return max(clocks.values())
+
+
+def build_mesh(config: PipelineParallel, device: torch.device) -> DeviceMesh:
+    """Replicas x stages. The stages of a replica are neighbours, so that activations stay within a node if they
+    can; rank 0 is the first stage of the first replica."""
+    timeout, grid = timedelta(seconds=config.timeout), torch.arange(dist.get_world_size()).view(-1, config.stages)
+    groups = [dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0] for ranks in (grid.T, grid)]
+    return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=("replica", "stage"))
+
+
+class Chunk(nn.Sequential):
+    """The blocks of a stage. What they give is sent as it lies in memory, and the receiver expects it in order."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).contiguous()
+
+
+class Stage(PipelineStage):
+    """A stage that lets its pipeline know when it computes: the rest of the time it waits."""
+
+    def forward_one_chunk(self, *args, **kwargs):
+        with self.pipeline.timed("busy"), self.pipeline.run.timed("forward" if self.has_backward else "evaluate"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args, **kwargs):
+        with self.pipeline.timed("busy"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+
+class Pipeline(nn.Module):
+    """A replica of the model over the processes of a pipeline. Of `model` it keeps the blocks of this process."""
+
+    def __init__(self, config, model: nn.Module, cut: tuple[int, ...] | int, mesh: DeviceMesh, run: "Run", scaler):
+        super().__init__()
+        self.config, self.model, self.run, self.scaler, self.device = config, model, run, scaler, run.device
+        self.replicas, self.stages = mesh.get_all_groups()
+        self.share = config.batch_size // mesh.size(0) // config.accumulate  # images of a step of the schedule
+        self.names = [name for name, _ in model.named_parameters()]
+
+        blocks = blocks_of(model)
+        for block in blocks:
+            autocast(config, block, self.device)
+        blank = torch.zeros(self.share // config.micro_batches, 3, config.image_size, config.image_size)
+        blank = to_input(blank, config, self.device)
+        seconds, outputs = time_blocks(blocks, blank)
+        costs = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(costs)  # all processes must cut at the same places
+        costs = (costs / dist.get_world_size()).tolist()
+        self.sizes = balance([sum(cost) for cost in costs], cut) if isinstance(cut, int) else cut
+        ends = [0, *itertools.accumulate(self.sizes)]
+        spans = [slice(*ends[k : k + 2]) for k in range(len(self.sizes))]
+        self.seconds = [tuple(map(sum, zip(*costs[span], strict=True))) for span in spans]
+
+        edges, stages = [blank, *(output.requires_grad_() for output in outputs)], []
+        for k in range(mesh.get_local_rank("stage"), len(spans), config.stages):
+            chunk = Chunk(*blocks[spans[k]])
+            if config.compile:
+                chunk.compile()
+            shapes = edges[spans[k].start], edges[spans[k].stop]
+            stages.append(Stage(chunk, k, len(spans), self.device, *shapes, group=self.stages))
+            stages[-1].pipeline = self
+        kept = {module for stage in stages for module in stage.submod.modules()}
+        for parent in (*model.children(), model):
+            for name, child in [*parent.named_children()]:
+                if kept.isdisjoint(child.modules()):
+                    delattr(parent, name)
+        for module in model.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                module.process_group = self.replicas
+        self.places = [self.names.index(name) for name, _ in model.named_parameters()]
+
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[config.schedule]
+        stages = stages if config.schedule == "interleaved" else stages[0]
+        self.schedule = kind(stages, config.micro_batches, self.loss, scale_grads=False)
+        self.logits = torch.zeros(self.share, *outputs[-1].shape[1:], dtype=outputs[-1].dtype, device=self.device)
+        self.steps, self.marks, self.sums = 0, collections.defaultdict(list), 0
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Add to the gradients; returns the sums of loss, hits and images, not 0 on the last stage only. Images
+        and labels are those of the first stage; the others pass as many blank ones."""
+        dist.broadcast(labels, group=self.stages, group_src=0)
+        self.steps, self.sums = self.steps + 1, torch.zeros(3, device=self.device)
+        with self.timed("step"):
+            self.schedule.step(images, target=labels, return_outputs=False)
+        return self.sums
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = sum_loss(logits, labels, self.config)
+        self.sums = self.sums + torch.stack([loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
+        return self.scaler.scale(loss / self.config.batch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits of the first stage's images, on all stages. Blank images fill up a step of the schedule."""
+        parts = []
+        for part in images.split(self.share):
+            padded = F.pad(part, (0,) * 7 + (self.share - len(part),))
+            logits = self.schedule.eval(padded, target=torch.full((self.share,), -1, device=self.device))
+            logits = torch.empty_like(self.logits) if logits is None else logits
+            dist.broadcast(logits, group=self.stages, group_src=self.config.stages - 1)
+            parts.append(logits[: len(part)])
+        return torch.cat(parts)
+
+    def sum_gradients(self) -> None:
+        """Over the replicas, in one message."""
+        gradients = [p.grad for p in self.model.parameters()]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=self.replicas)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Over all stages, added up in the same order wherever the model is cut."""
+        norms = torch.zeros(len(self.names), dtype=gradients[0].dtype, device=self.device)
+        norms[self.places] = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        dist.all_reduce(norms, group=self.stages)
+        return torch.linalg.vector_norm(norms)
+
+    @contextlib.contextmanager
+    def timed(self, what: str):
+        """In twenty steps of training, after two that warm up. The host's clock knows nothing of when CUDA works."""
+
+        def now() -> float | torch.cuda.Event:
+            if self.device.type != "cuda":
+                return 1000 * time.perf_counter()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        measured = self.training and 2 < self.steps <= 22
+        began = now() if measured else None
+        yield
+        if measured:
+            self.marks[what].append((began, now()))
+
+    def describe(self) -> str:
+        """What was cut where, and the bubble: the share of its time that a process waits, if nothing but
+        computing took time."""
+        milliseconds = " + ".join(f"{1000 * sum(seconds):.1f}" for seconds in self.seconds)
+        return (
+            f"{self.config.schedule}, stages of {' + '.join(map(str, self.sizes))} blocks, {milliseconds} ms for each "
+            f"of {self.config.micro_batches} micro-batches; ideal bubble {self.ideal_bubble():.1f} %"
+        )
+
+    def ideal_bubble(self) -> float:
+        busy = self.config.micro_batches * sum(map(sum, self.seconds)) / self.config.stages
+        return 100 - 100 * busy / ideal_seconds(self.schedule.pipeline_order, self.seconds)
+
+    def bubble(self) -> str:
+        """Ideal and measured."""
+        marks, cuda = [self.marks[what] for what in ("busy", "step")], self.device.type == "cuda"
+        spent = [sum(begin.elapsed_time(end) if cuda else end - begin for begin, end in pairs) for pairs in marks]
+        spent = torch.tensor(spent, dtype=torch.float64, device=self.device)
+        dist.all_reduce(spent)
+        measured = f"{100 - 100 * float(spent[0] / spent[1]):.1f} % in {len(marks[1])} steps" if marks[1] else "nothing"
+        return f"bubble: ideal {self.ideal_bubble():.1f} %, measured {measured}"
+
+
+# ---- Run directory
+
+
+def snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, group: dist.ProcessGroup
+) -> dict:
+    """The whole state in CPU memory, under torchvision's names: the same format for every strategy. The stages
+    of the first replica, which are the group, send it to rank 0."""
+    if dist.get_rank() >= group.size():
+        return {}
+    momentum = {name: optimizer.state[p].get("momentum_buffer") for name, p in model.named_parameters()}
+    state = {
+        "model": {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()},
+        "momentum": {name: tensor.to("cpu", copy=True) for name, tensor in momentum.items() if tensor is not None},
+    }
+    states = [None] * group.size() if dist.get_rank() == 0 else None
+    dist.gather_object(state, states, group=group, group_dst=0)
+    if states is None:
+        return {}
+    merged = {kind: {name: tensor for part in states for name, tensor in part[kind].items()} for kind in state}
+    return {**merged, "scaler": scaler.state_dict()}
+
+
+def restore(state: dict, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+    model.load_state_dict(state["model"])
+    scaler.load_state_dict(state["scaler"])
+    optimizer.state.clear()
+    for name, p in model.named_parameters():
+        if name in state["momentum"]:
+            optimizer.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(state["momentum"][name])
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """A kill or a power cut leaves the old file or the new one, whole."""
+    with open(f"{path}.tmp", "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+
+
+def open_run(config: Config) -> tuple[Path, dict]:
+    """The run directory, and the newest checkpoint in it that loads ({} for a new run).
+
+    Raises Failure if it can't be written to, or holds a run with other values of Training.
+    """
+    # By default the start of torchrun names the run: a worker that torchrun restarts must find it again.
+    starter = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None)
+    started = f"{datetime.fromtimestamp(starter.create_time()):%Y%m%d-%H%M%S}-{starter.pid}"
+    run = Path("runs", config.name or os.environ.get("SLURM_JOB_ID") or started)
+    paths = sorted(run.glob("step_*.pt"), reverse=True)
+    if not paths and config.resume != "auto":
+        paths = [Path(config.resume)]
+    state, stored, problems = {}, {}, []
+    for path in paths:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            stored = {field.name: state["config"][field.name] for field in dataclasses.fields(Training)}
+            break
+        except Exception as error:  # a damaged file makes torch.load raise almost any type
+            problems.append(f"cannot load {path}: {str(error).splitlines()[0]}")
+    if paths and not stored:
+        raise Failure(problems[0])
+    changed = [f"--{name} {old}, not {vars(config)[name]}" for name, old in stored.items() if old != vars(config)[name]]
+    if changed:
+        raise Failure(f"{path} is of a run with {'; '.join(changed)}: change it back or take another --name")
+    for problem in problems:
+        print(f"{problem}; going on from {path}", file=sys.stderr)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        write_file(run / "config.json", lambda file: file.write(json.dumps(vars(config), indent=1).encode()))
+    except OSError as error:
+        raise Failure(f"cannot write to the run directory {run}: {error.strerror}") from None
+    return run, state
+
+
+class Run:
+    """Where a run stands, and what it leaves: console, TensorBoard events, checkpoints, status.json.
+
+    All ranks call its methods alike; rank 0 writes.
+    """
+
+    def __init__(self, config: Config, agreement: Agreement, device: torch.device, images: int):
+        self.config, self.agreement, self.leader = config, agreement, dist.get_rank() == 0
+        self.device, self.devices = device, [device]  # of the model's input; whose peak memory is logged
+        self.steps_per_epoch = images // config.batch_size
+        if not self.steps_per_epoch:
+            raise Failure(f"--batch-size {config.batch_size}: there are only {images} training images")
+        self.path, self.state = agreement.on_rank_0(open_run, config)
+        self.step = self.first = self.state.get("step", 0)
+        self.last = max(self.step, min(config.epochs * self.steps_per_epoch, config.max_steps or math.inf))
+        self.evaluated, self.result = self.state.get("evaluated", 0), self.state.get("result", "")
+        self.saved = self.step, self.evaluated
+        self.rows, self.pending, self.memory = self.state.get("rows", []), [], [0.0]
+        self.began, self.spent = time.perf_counter(), collections.Counter()
+        self.logged = self.step, self.began, self.spent.copy()
+        self.saver, self.saving = ThreadPoolExecutor(1), None
+        self.digits = 16 if config.dtype == "fp64" else 5
+
+    @contextlib.contextmanager
+    def logging(self, facts: dict[str, str]):
+        """Say what runs where, and keep events and status.json open until the run ends, one way or another."""
+        self.say("\n".join(f"{name:13}{fact}" for name, fact in facts.items()))
+        new = self.step == 0 or not any(self.path.glob("events.*"))
+        if self.leader:  # purge_step hides what a killed run logged beyond the step where this one begins
+            self.writer = SummaryWriter(self.path, purge_step=self.step + 1 if self.step else 0)
+            self.bar = tqdm(initial=self.step, total=self.last, unit="step", disable=None)
+            options = {name: value for name, value in vars(self.config).items() if value is not None}
+            if new:
+                self.writer.add_text("config", "\n".join(f"    {name}: {options[name]}" for name in options), 0)
+                for summary in hparams(options, {"eval/top1": 0, "eval/loss": 0}):
+                    self.writer.file_writer.add_summary(summary, 0)  # add_hparams would make a run of its own
+        self.status("running")
+        trace = {
+            "schedule": torch.profiler.schedule(skip_first=2, wait=0, warmup=1, active=3, repeat=1),
+            "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(self.path / "trace.json")),
+        }
+        profiling = self.leader and self.config.profile
+        try:
+            with torch.profiler.profile(**trace) if profiling else contextlib.nullcontext() as self.profiler:
+                yield
+        except BaseException as error:
+            self.status("failed", str(error))
+            if re.search("(?i)timed out|timeout|by peer", str(error)):  # gloo has no type for it
+                self.agreement.meet(timedelta(seconds=5))
+            raise
+        finally:
+            if self.leader:
+                self.bar.close()
+                self.writer.close()
+            self.saver.shutdown()
+
+    def say(self, text: str) -> None:
+        if self.leader:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def status(self, status: str, reason: str = "") -> None:
+        """For job scripts, as torchrun doesn't pass on the exit code of a recipe."""
+        facts = {"status": status, "step": self.step, "started_at_step": self.first, "reason": reason}
+        if self.leader:
+            write_file(self.path / "status.json", lambda file: file.write(json.dumps(facts).encode() + b"\n"))
+
+    @contextlib.contextmanager
+    def timed(self, what: str):
+        began = time.perf_counter()
+        yield
+        self.spent[what] += time.perf_counter() - began
+
+    def complain(self, complaints: list[str]) -> None:
+        for complaint in complaints:
+            print(complaint, file=sys.stderr, flush=True)
+            self.agreement.unreadable = self.config.on_bad_image == "stop"
+
+    def fetch(self, batches: Iterator) -> list[tuple[Tensor, Tensor]]:
+        """The micro-batches of the next step; `agreement.stop` then says whether it is still to be done."""
+        with self.timed("data"):
+            micro_batches = list(itertools.islice(batches, self.config.accumulate))
+        for *_, complaints in micro_batches:
+            self.complain(complaints)
+        if self.leader and not self.step:
+            self.writer.add_image("train/input", make_grid(micro_batches[0][0][:64]), 0)
+        self.agreement.exchange()
+        return [(images, labels) for images, labels, _ in micro_batches]
+
+    def advance(self, rate: float, sums: Tensor, norm: Tensor) -> None:
+        """Count a step. This rank's sums of loss, hits and images, and the gradient norm, stay on the device
+        until the next log line or checkpoint: to read them in every step would stall it."""
+        self.step += 1
+        self.pending.append(torch.cat([sums, norm[None] / dist.get_world_size()]).double())
+        if self.leader:
+            self.bar.update()
+        if self.profiler:
+            self.profiler.step()
+        if self.step % self.config.log_every == 0 or self.step == self.last:
+            self.log(rate)
+
+    def reduce(self) -> list[list[float]]:
+        """The rows since the last log, summed over ranks. In float64 a sum of few float32 is exact: it doesn't
+        show where a restart cut the interval. Raises Failure where a loss is not finite."""
+        if self.pending:
+            table = torch.stack(self.pending)
+            dist.all_reduce(table)
+            self.rows, self.pending = self.rows + table.tolist(), []
+            for back, (loss, *_, norm) in enumerate(reversed(table.tolist())):
+                if not math.isfinite(loss) or not (math.isfinite(norm) or self.config.dtype == "fp16"):
+                    what = f"loss {loss:.4g}, gradient norm {norm:.4g} in step {self.step - back}"
+                    raise Failure(f"{what}; the newest checkpoint is of step {self.saved[0]}; try a lower --lr", 3)
+        return self.rows
+
+    def log(self, rate: float) -> None:
+        loss, hits, images, norm = (sum(column) for column in zip(*self.reduce(), strict=True))
+        count, (step, began, before), now = len(self.rows), self.logged, time.perf_counter()
+        self.rows, self.logged = [], (self.step, now, self.spent.copy())
+        spent = self.spent - before
+        elapsed = now - began - spent["evaluation"] - spent["checkpoint"]
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peaks = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else host for d in self.devices]
+        ranks = torch.zeros(dist.get_world_size(), 1 + len(peaks), dtype=torch.float64, device=self.device)
+        ranks[dist.get_rank()] = torch.tensor([spent["data"] + spent["forward"], *(peak / 2**30 for peak in peaks)])
+        dist.all_reduce(ranks)
+        own, self.memory = ranks[:, 0].tolist(), ranks[:, 1:].flatten().tolist()
+        scalars = {
+            "train/loss": loss / max(images, 1),
+            "train/accuracy": hits / max(images, 1),
+            "train/learning_rate": rate,
+            "train/gradient_norm": norm / count,
+            "speed/images_per_second": (self.step - step) * self.config.batch_size / elapsed,
+            "speed/step_ms": 1000 * elapsed / (self.step - step),
+            "speed/data_wait_fraction": spent["data"] / elapsed,
+            "speed/slowest_over_fastest_rank": max(own) / min(own),
+        }
+        self.scalars({**scalars, **{f"memory/device_{k}_gib": gib for k, gib in enumerate(self.memory)}})
+        if self.leader:
+            line = "loss {train/loss:.{d}g}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
+            self.bar.set_postfix_str(line.format(d=self.digits, **scalars))
+            if self.bar.disable:
+                self.say(f"step {self.step}/{self.last}  {line.format(d=self.digits, **scalars)}")
+
+    def scalars(self, values: dict[str, float]) -> None:
+        """In float32, as TensorBoard's data server shows no float64; the console has all digits of an fp64 run."""
+        for tag, value in values.items() if self.leader else ():
+            self.writer.add_scalar(tag, value, self.step)
+
+    def log_evaluation(self, loss: float, top1: int, top5: int, images: int, wrong: list[Tensor]) -> None:
+        self.evaluated, self.result = self.step, f"top-1 {100 * top1 / images:.2f} % ({top1:.0f}/{images:.0f})"
+        self.say(f"step {self.step}/{self.last}  evaluation: loss {loss / images:.{self.digits}g}, {self.result}")
+        self.scalars({"eval/loss": loss / images, "eval/top1": top1 / images, "eval/top5": top5 / images})
+        if wrong:
+            self.writer.add_image("eval/wrong", make_grid(wrong, nrow=4), self.step)
+
+    def save(self, state: dict) -> None:
+        """Write a checkpoint from a thread, while training goes on."""
+        self.agreement.settle()
+        facts = {"step": self.step, "evaluated": self.evaluated, "result": self.result, "rows": self.reduce()}
+        self.saved, self.agreement.save = (self.step, self.evaluated), False
+        if self.leader:
+            self.writer.flush()
+            if self.saving:
+                self.saving.result()
+            self.saving = self.saver.submit(self.write_checkpoint, {**state, **facts, "config": vars(self.config)})
+
+    def write_checkpoint(self, state: dict) -> None:
+        write_file(self.path / f"step_{state['step']:08d}.pt", lambda file: torch.save(state, file))
+        written = sorted(self.path.glob("step_*.pt"), key=lambda path: path.stat().st_mtime_ns)
+        for old in written[: -self.config.keep]:
+            old.unlink()
+
+    def finish(self, state: dict) -> None:
+        """Write the last checkpoint, wait until it is safe, and say how the run ended."""
+        with self.timed("checkpoint"):
+            if self.saved != (self.step, self.evaluated):
+                self.save(state)
+            if self.saving:
+                self.saving.result()
+        if not self.evaluated == self.step == self.last:
+            reason = signal.Signals(self.agreement.stop).name
+            self.status("stopped", reason)
+            self.say(f"stopped by {reason} after step {self.step}; --name {self.path.name} goes on from there")
+            return
+        self.export(state)
+        self.status("finished")
+        total = time.perf_counter() - self.began
+        parts = {what: self.spent[what] for what in ("data", "evaluation", "checkpoint")}
+        parts["step"] = total - sum(parts.values())
+        self.say(f"finished after step {self.step}: {self.result}; at most {max(self.memory):.2f} GiB per device")
+        self.say(f"{total:.1f} s: " + ", ".join(f"{what} {100 * t / total:.1f} %" for what, t in parts.items()))
+
+    def export(self, state: dict) -> None:
+        if self.leader and self.config.export:
+            write_file(Path(self.config.export), lambda file: torch.save(state["model"], file))
+
+
+# ---- Training
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: DataLoader, classes: list[str], run: Run) -> None:
+    """Loss and accuracy over every validation image once, unless the run is told to stop meanwhile."""
+    sums, wrong = torch.zeros(4, dtype=torch.float64, device=run.device), []
+    model.eval()
+    for images, labels, complaints in batches:
+        run.complain(complaints)
+        run.agreement.exchange()
+        if run.agreement.stop:
+            break
+        logits = model(to_input(images, run.config, run.device))
+        labels = labels.to(logits.device, non_blocking=True)
+        best = logits.topk(min(5, len(classes))).indices
+        hits, known = best == labels[:, None], labels >= 0
+        loss = sum_loss(logits, labels, run.config)
+        sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), known.sum()]).to(run.device)
+        if run.leader and len(wrong) < 16:
+            for k in (known & ~hits[:, 0]).nonzero().flatten().tolist()[: 16 - len(wrong)]:
+                wrong.append(caption(images[k], f"{classes[labels[k]]} taken for {classes[best[k, 0]]}"))
+    model.train()
+    run.agreement.settle()
+    if not run.agreement.stop:
+        dist.all_reduce(sums)
+        run.log_evaluation(*sums.tolist(), wrong)
+
+
+def caption(image: Tensor, text: str) -> Tensor:
+    picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).resize((128, 128))
+    ImageDraw.Draw(picture).text((3, 1), text, fill="yellow", stroke_fill="black", stroke_width=1)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def train(config: PipelineParallel) -> None:
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    cut = settle_cut(config, world)
+    replicas, steps = world // config.stages, config.accumulate * config.micro_batches
+    parts = f"--accumulate {config.accumulate} x --micro-batches {config.micro_batches}"
+    check_divides(config.batch_size, replicas * steps, f"{replicas} replicas x {parts}")
+    device = local_device()
+    setup_distributed(config, device)
+    agreement = Agreement(config)
+    classes, train_images, val_images = build_data(config, device, agreement)
+    run = Run(config, agreement, device, len(train_images))
+    if run.evaluated == run.step >= run.last:
+        run.say(f"{run.path} is finished, after step {run.step}: {run.result}")
+        run.export(run.state)
+        return
+    model = build_model(config, len(classes), device)
+    million = sum(p.numel() for p in model.parameters()) / 1e6
+    scaler = ShardedGradScaler(device.type, enabled=config.dtype == "fp16")
+    fresh = {"model": copy.deepcopy(model.state_dict()), "momentum": {}, "scaler": scaler.state_dict()}
+    mesh = build_mesh(config, device)
+    replica, stage = mesh.get_coordinate()
+    pipeline = Pipeline(config, model, cut, mesh, run, scaler)
+    to_rank_0 = dist.new_group(range(config.stages), timedelta(seconds=config.timeout), "gloo")
+    optimizer = build_optimizer(config, model)
+
+    def micro_step(images: Tensor, labels: Tensor, last: bool) -> Tensor:
+        """Add to the gradients; returns the sums of loss, hits and images."""
+        sums = pipeline.step(to_input(images, config, device), labels.to(device, non_blocking=True))
+        if last and replicas > 1:
+            pipeline.sum_gradients()
+        return sums
+
+    state = run.state or fresh
+    own = {name: state["model"][name] for name in model.state_dict()}
+    restore({**state, "model": own}, model, optimizer, scaler)
+    scaler.scale(torch.zeros((), device=device))  # the last stage scales the loss, but all must know the scale
+    run.state = state = fresh = own = None
+
+    def load(images: Images, batches: Iterable) -> Iterable:
+        """Only the first stage loads images: the others get as many blank ones."""
+        if stage == 0:
+            return build_loader(images, batches, config, device)
+        blank = torch.zeros(config.batch_size, 3, 1, 1, dtype=torch.uint8)
+        return ((blank[: len(batch)], torch.full((len(batch),), -1), []) for batch in batches)
+
+    def evaluate_if_due() -> None:
+        every = config.eval_every * run.steps_per_epoch
+        if run.evaluated < run.step and (run.step == run.last or every and run.step % every == 0):
+            for buffer in model.buffers():  # every replica evaluates its share with the statistics of the first
+                dist.broadcast(buffer, group=pipeline.replicas, group_src=0)
+            with run.timed("evaluation"):
+                batches = eval_batches(config, len(val_images), replica, replicas)
+                evaluate(pipeline, load(val_images, batches), classes, run)
+
+    batches = train_batches(config, len(train_images), run.step, run.last, replica, replicas)
+    loader = iter(load(train_images, batches))
+    facts = {
+        "model": f"{config.arch}, {million:.1f} M parameters, {config.norm} norm, {config.dtype}",
+        "devices": f"{world} x {device}, {dist.get_backend()}, {torch.get_num_threads()} threads per process",
+        "pipeline": pipeline.describe(),
+        "global batch": f"{config.batch_size} = {replicas} replicas x {parts}",
+        "data": f"{config.data}: {len(train_images)} + {len(val_images)} images, {len(classes)} classes",
+        "steps": f"{run.step} to {run.last}, {run.steps_per_epoch} an epoch",
+        "run": f"{run.path}; watch it with: tensorboard --logdir runs",
+    }
+    with run.logging(facts):
+        evaluate_if_due()  # a stop may have cut it short
+        while run.step < run.last:
+            micro_batches = run.fetch(loader)
+            if agreement.stop:
+                break
+            sums = sum(micro_step(*batch, last=k == config.accumulate) for k, batch in enumerate(micro_batches, 1))
+            rate = learning_rate(config, (run.step + 0.5) / run.steps_per_epoch)
+            run.advance(rate, sums, optimizer_step(config, model, optimizer, scaler, rate, pipeline.total_norm))
+            evaluate_if_due()
+            if agreement.save or config.save_every and run.step % config.save_every == 0:
+                with run.timed("checkpoint"):
+                    run.save(snapshot(model, optimizer, scaler, to_rank_0))
+        run.say(pipeline.bubble())
+        run.finish(snapshot(model, optimizer, scaler, to_rank_0))
+
+
+@record
+def main(config_type: type[Config]) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    code = 0
+    try:
+        train(parse(config_type))
+    except Failure as failure:
+        message, code = (*failure.args, 2)[:2]
+        if os.environ.get("RANK", "0") != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)  # torchrun ends all workers as soon as one has left: rank 0 must have spoken
+        elif message:
+            print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+    finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(PipelineParallel)
