@@ -271,7 +271,7 @@ class Images(Dataset):
                 images[slot] = self.load(self.source[index])
             except Exception as error:  # a broken file makes PIL raise almost any type
                 labels[slot] = -1
-                complaints.append(f"cannot read {os.fsdecode(self.source[index])}: {error}")
+                complaints.append(f"cannot read {os.fsdecode(self.source[index])}: {str(error).partition(' <_io')[0]}")
         return images, labels, complaints
 
     def load(self, source: np.ndarray | bytes) -> Tensor:
@@ -279,7 +279,7 @@ class Images(Dataset):
         spares libjpeg-turbo most of the work, and moves the random crop by half a pixel at most. Every other
         kind of file, and every doubtful one, is for PIL to read."""
         if self.digits:
-            return self.resize(source, self.crop(Image.fromarray(source)), 1)
+            return self.resize(source, self.crop(Image.fromarray(source)))
         data = Path(os.fsdecode(source)).read_bytes()
         with Image.open(io.BytesIO(data)) as picture:
             box, pixels = self.crop(picture), None
@@ -289,7 +289,8 @@ class Images(Dataset):
                 with contextlib.suppress(ValueError):  # damaged, perhaps
                     pixels = simplejpeg.decode_jpeg(data, **enough)
             pixels = np.array(picture.convert("RGB")) if pixels is None else pixels
-            image = self.resize(pixels, box, len(pixels) / picture.height)
+            scale = round(8 * max(pixels.shape) / max(picture.size)) / 8  # exact: the size is rounded up
+            image = self.resize(pixels, box, scale)
         return image.flip(2) if self.train and torch.rand(()) < 0.5 else image
 
     def crop(self, picture: Image.Image) -> tuple[int, int, int, int]:
@@ -299,7 +300,7 @@ class Images(Dataset):
         side = round(min(picture.size) * (1 if self.digits else 0.875)) or 1
         return (picture.height - side) // 2, (picture.width - side) // 2, side, side
 
-    def resize(self, pixels: np.ndarray, box: tuple[int, int, int, int], scale: float) -> Tensor:
+    def resize(self, pixels: np.ndarray, box: tuple[int, int, int, int], scale: float = 1.0) -> Tensor:
         top, left, height, width = (round(edge * scale) for edge in box)
         part = torch.from_numpy(pixels[top : top + max(height, 1), left : left + max(width, 1)]).permute(2, 0, 1)
         return F.interpolate(part[None], (self.size, self.size), mode="bilinear", antialias=True)[0]
