@@ -567,23 +567,17 @@ def build_mesh(config: PipelineParallel, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=("replica", "stage"))
 
 
-class Chunk(nn.Sequential):
-    """The blocks of a stage. What they give is sent as it lies in memory, and the receiver expects it in order."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs).contiguous()
-
-
 class Stage(PipelineStage):
-    """A stage that lets its pipeline know when it computes: the rest of the time it waits."""
+    """A stage that lets `timed` know when it computes; the rest of the time it waits."""
 
-    def forward_one_chunk(self, *args, **kwargs):
-        with self.pipeline.timed("busy"), self.pipeline.run.timed("forward" if self.has_backward else "evaluate"):
-            return super().forward_one_chunk(*args, **kwargs)
+    def forward_maybe_with_nosync(self, *args, **kwargs) -> Tensor:
+        with self.timed("busy"):
+            output = super().forward_maybe_with_nosync(*args, **kwargs)
+            return output.contiguous()  # it is sent as it lies in memory, and the receiver expects it in order
 
-    def backward_one_chunk(self, *args, **kwargs):
-        with self.pipeline.timed("busy"):
-            return super().backward_one_chunk(*args, **kwargs)
+    def backward_maybe_with_nosync(self, *args, **kwargs):
+        with self.timed("busy"):
+            return super().backward_maybe_with_nosync(*args, **kwargs)
 
 
 class Pipeline(nn.Module):
@@ -594,7 +588,7 @@ class Pipeline(nn.Module):
         self.config, self.model, self.run, self.scaler, self.device = config, model, run, scaler, run.device
         self.replicas, self.stages = mesh.get_all_groups()
         self.share = config.batch_size // mesh.size(0) // config.accumulate  # images of a step of the schedule
-        self.names = [name for name, _ in model.named_parameters()]
+        dist.barrier(self.stages)  # NCCL must have met as a group before two of it may talk
 
         blocks = blocks_of(model)
         for block in blocks:
@@ -612,13 +606,14 @@ class Pipeline(nn.Module):
 
         edges, stages = [blank, *(output.requires_grad_() for output in outputs)], []
         for k in range(mesh.get_local_rank("stage"), len(spans), config.stages):
-            chunk = Chunk(*blocks[spans[k]])
+            chunk = nn.Sequential(*blocks[spans[k]])
             if config.compile:
                 chunk.compile()
             shapes = edges[spans[k].start], edges[spans[k].stop]
             stages.append(Stage(chunk, k, len(spans), self.device, *shapes, group=self.stages))
-            stages[-1].pipeline = self
+            stages[-1].timed = self.timed
         kept = {module for stage in stages for module in stage.submod.modules()}
+        names = [name for name, _ in model.named_parameters()]
         for parent in (*model.children(), model):
             for name, child in [*parent.named_children()]:
                 if kept.isdisjoint(child.modules()):
@@ -626,13 +621,15 @@ class Pipeline(nn.Module):
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 module.process_group = self.replicas
-        self.places = [self.names.index(name) for name, _ in model.named_parameters()]
+        self.places, self.parameters_of_all = [names.index(name) for name, _ in model.named_parameters()], len(names)
 
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[config.schedule]
         stages = stages if config.schedule == "interleaved" else stages[0]
         self.schedule = kind(stages, config.micro_batches, self.loss, scale_grads=False)
         self.logits = torch.zeros(self.share, *outputs[-1].shape[1:], dtype=outputs[-1].dtype, device=self.device)
         self.steps, self.marks, self.sums = 0, collections.defaultdict(list), 0
+        busy = config.micro_batches * sum(map(sum, self.seconds)) / config.stages
+        self.ideal_bubble = 1 - busy / ideal_seconds(self.schedule.pipeline_order, self.seconds)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Add to the gradients; returns the sums of loss, hits and images, not 0 on the last stage only. Images
@@ -669,49 +666,37 @@ class Pipeline(nn.Module):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Over all stages, added up in the same order wherever the model is cut."""
-        norms = torch.zeros(len(self.names), dtype=gradients[0].dtype, device=self.device)
+        norms = torch.zeros(self.parameters_of_all, dtype=gradients[0].dtype, device=self.device)
         norms[self.places] = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
         dist.all_reduce(norms, group=self.stages)
         return torch.linalg.vector_norm(norms)
 
     @contextlib.contextmanager
     def timed(self, what: str):
-        """In twenty steps of training, after two that warm up. The host's clock knows nothing of when CUDA works."""
+        """Measure twenty steps of training, after two that warm up."""
 
-        def now() -> float | torch.cuda.Event:
+        def now():
             if self.device.type != "cuda":
-                return 1000 * time.perf_counter()
-            event = torch.cuda.Event(enable_timing=True)
+                return time.perf_counter()
+            event = torch.cuda.Event(enable_timing=True)  # the device runs behind the host's clock
             event.record()
             return event
 
         measured = self.training and 2 < self.steps <= 22
         began = now() if measured else None
-        yield
+        with self.run.timed("forward") if what == "busy" and self.training else contextlib.nullcontext():
+            yield
         if measured:
             self.marks[what].append((began, now()))
 
-    def describe(self) -> str:
-        """What was cut where, and the bubble: the share of its time that a process waits, if nothing but
-        computing took time."""
-        milliseconds = " + ".join(f"{1000 * sum(seconds):.1f}" for seconds in self.seconds)
-        return (
-            f"{self.config.schedule}, stages of {' + '.join(map(str, self.sizes))} blocks, {milliseconds} ms for each "
-            f"of {self.config.micro_batches} micro-batches; ideal bubble {self.ideal_bubble():.1f} %"
-        )
-
-    def ideal_bubble(self) -> float:
-        busy = self.config.micro_batches * sum(map(sum, self.seconds)) / self.config.stages
-        return 100 - 100 * busy / ideal_seconds(self.schedule.pipeline_order, self.seconds)
-
     def bubble(self) -> str:
-        """Ideal and measured."""
+        """The share of their time that the processes wait: if only computing took time, and as measured."""
         marks, cuda = [self.marks[what] for what in ("busy", "step")], self.device.type == "cuda"
         spent = [sum(begin.elapsed_time(end) if cuda else end - begin for begin, end in pairs) for pairs in marks]
         spent = torch.tensor(spent, dtype=torch.float64, device=self.device)
         dist.all_reduce(spent)
-        measured = f"{100 - 100 * float(spent[0] / spent[1]):.1f} % in {len(marks[1])} steps" if marks[1] else "nothing"
-        return f"bubble: ideal {self.ideal_bubble():.1f} %, measured {measured}"
+        measured = f"{1 - float(spent[0] / spent[1]):.1%} in {len(marks[1])} steps" if marks[1] else "nothing"
+        return f"bubble: ideal {self.ideal_bubble:.1%}, measured {measured}"
 
 
 # ---- Run directory
@@ -1047,7 +1032,7 @@ def train(config: PipelineParallel) -> None:
     mesh = build_mesh(config, device)
     replica, stage = mesh.get_coordinate()
     pipeline = Pipeline(config, model, cut, mesh, run, scaler)
-    to_rank_0 = dist.new_group(range(config.stages), timedelta(seconds=config.timeout), "gloo")
+    to_first = dist.new_subgroups_by_enumeration(mesh.mesh.tolist(), timedelta(seconds=config.timeout), "gloo")[0]
     optimizer = build_optimizer(config, model)
 
     def micro_step(images: Tensor, labels: Tensor, last: bool) -> Tensor:
@@ -1081,10 +1066,12 @@ def train(config: PipelineParallel) -> None:
 
     batches = train_batches(config, len(train_images), run.step, run.last, replica, replicas)
     loader = iter(load(train_images, batches))
+    milliseconds = " + ".join(f"{1000 * sum(seconds):.1f}" for seconds in pipeline.seconds)
     facts = {
         "model": f"{config.arch}, {million:.1f} M parameters, {config.norm} norm, {config.dtype}",
         "devices": f"{world} x {device}, {dist.get_backend()}, {torch.get_num_threads()} threads per process",
-        "pipeline": pipeline.describe(),
+        "pipeline": f"{config.schedule}, bubble of {pipeline.ideal_bubble:.1%} if nothing but computing took time",
+        "stages": " + ".join(f"{n} blocks" for n in pipeline.sizes) + f", {milliseconds} ms per micro-batch",
         "global batch": f"{config.batch_size} = {replicas} replicas x {parts}",
         "data": f"{config.data}: {len(train_images)} + {len(val_images)} images, {len(classes)} classes",
         "steps": f"{run.step} to {run.last}, {run.steps_per_epoch} an epoch",
@@ -1102,9 +1089,9 @@ def train(config: PipelineParallel) -> None:
             evaluate_if_due()
             if agreement.save or config.save_every and run.step % config.save_every == 0:
                 with run.timed("checkpoint"):
-                    run.save(snapshot(model, optimizer, scaler, to_rank_0))
+                    run.save(snapshot(model, optimizer, scaler, to_first))
         run.say(pipeline.bubble())
-        run.finish(snapshot(model, optimizer, scaler, to_rank_0))
+        run.finish(snapshot(model, optimizer, scaler, to_first))
 
 
 @record
