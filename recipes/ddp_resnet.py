@@ -107,7 +107,11 @@ class Config(Training):
 
 
 class Failure(Exception):
-    """Ends the program with one line on standard error, and with exit code 2 or the second argument."""
+    """Ends the program with one line on standard error. Exit code 2 stands for bad input."""
+
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
+        self.code = code
 
 
 def parse(config_type: type[Config]) -> Config:
@@ -841,12 +845,12 @@ def main(config_type: type[Config]) -> None:
     try:
         train(parse(config_type))
     except Failure as failure:
-        message, code = (*failure.args, 2)[:2]
+        code = failure.code
         if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)  # torchrun ends all workers as soon as one has left: rank 0 must have spoken
-        elif message:
-            print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+        elif str(failure):
+            print(f"{Path(__file__).name}: {failure}", file=sys.stderr, flush=True)
     finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
