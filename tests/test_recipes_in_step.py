@@ -18,9 +18,10 @@ FIRST = "ddp_resnet.py"
 
 MAY_DIFFER = {
     "train": "the strategy itself",
+    "snapshot": "where no process has the whole state, it is gathered",
 }
 # Changed lines against ddp_resnet.py, docstring included. A number that grows wants a reason in the same commit.
-CHANGED_LINES = {}
+CHANGED_LINES = {"dp_resnet.py": 144, "fsdp_resnet.py": 140, "mp_resnet.py": 215, "pp_resnet.py": 381}
 
 
 def blocks(text):

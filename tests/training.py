@@ -19,15 +19,14 @@ from tensorboard.util.tensor_util import make_ndarray
 RECIPES = Path(os.environ.get("RECIPES", ROOT / "recipes")).resolve()
 ALL = sorted(RECIPES.glob("*_resnet.py"))
 DDP = RECIPES / "ddp_resnet.py"
-PROCESSES = {}  # of recipes that need more than one
+PROCESSES = {"fsdp_resnet.py": 2, "pp_resnet.py": 2}  # of recipes that with one would do nothing of their own
 ENV = {"OMP_NUM_THREADS": "1"}  # as torchrun sets it
-SMALL = ["--image-size", "16"]
 
 each_recipe = pytest.mark.parametrize("recipe", ALL, ids=[path.stem for path in ALL])
 
 
 def command(recipe, *options, processes=None, torchrun=()):
-    """python for one process, else torchrun; by default as few processes as the recipe can do with."""
+    """python for one process, else torchrun; by default as few processes as show what the recipe is for."""
     processes = processes or PROCESSES.get(recipe.name, 1)
     start = ["torchrun", "--standalone", f"--nproc_per_node={processes}", *torchrun]
     return [*(start if processes > 1 else ["python"]), recipe, *options]
