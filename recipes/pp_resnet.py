@@ -119,7 +119,11 @@ class PipelineParallel(Config):
 
 
 class Failure(Exception):
-    """Ends the program with one line on standard error, and with exit code 2 or the second argument."""
+    """Ends the program with one line on standard error. Exit code 2 stands for bad input."""
+
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
+        self.code = code
 
 
 def parse(config_type: type[Config]) -> Config:
@@ -283,7 +287,7 @@ class Images(Dataset):
                 images[slot] = self.load(self.source[index])
             except Exception as error:  # a broken file makes PIL raise almost any type
                 labels[slot] = -1
-                complaints.append(f"cannot read {os.fsdecode(self.source[index])}: {error}")
+                complaints.append(f"cannot read {os.fsdecode(self.source[index])}: {str(error).partition(' <_io')[0]}")
         return images, labels, complaints
 
     def load(self, source: np.ndarray | bytes) -> Tensor:
@@ -291,7 +295,7 @@ class Images(Dataset):
         spares libjpeg-turbo most of the work, and moves the random crop by half a pixel at most. Every other
         kind of file, and every doubtful one, is for PIL to read."""
         if self.digits:
-            return self.resize(source, self.crop(Image.fromarray(source)), 1)
+            return self.resize(source, self.crop(Image.fromarray(source)))
         data = Path(os.fsdecode(source)).read_bytes()
         with Image.open(io.BytesIO(data)) as picture:
             box, pixels = self.crop(picture), None
@@ -301,7 +305,8 @@ class Images(Dataset):
                 with contextlib.suppress(ValueError):  # damaged, perhaps
                     pixels = simplejpeg.decode_jpeg(data, **enough)
             pixels = np.array(picture.convert("RGB")) if pixels is None else pixels
-            image = self.resize(pixels, box, len(pixels) / picture.height)
+            scale = round(8 * max(pixels.shape) / max(picture.size)) / 8  # exact: the size is rounded up
+            image = self.resize(pixels, box, scale)
         return image.flip(2) if self.train and torch.rand(()) < 0.5 else image
 
     def crop(self, picture: Image.Image) -> tuple[int, int, int, int]:
@@ -311,7 +316,7 @@ class Images(Dataset):
         side = round(min(picture.size) * (1 if self.digits else 0.875)) or 1
         return (picture.height - side) // 2, (picture.width - side) // 2, side, side
 
-    def resize(self, pixels: np.ndarray, box: tuple[int, int, int, int], scale: float) -> Tensor:
+    def resize(self, pixels: np.ndarray, box: tuple[int, int, int, int], scale: float = 1.0) -> Tensor:
         top, left, height, width = (round(edge * scale) for edge in box)
         part = torch.from_numpy(pixels[top : top + max(height, 1), left : left + max(width, 1)]).permute(2, 0, 1)
         return F.interpolate(part[None], (self.size, self.size), mode="bilinear", antialias=True)[0]
@@ -562,7 +567,8 @@ def ideal_seconds(order: dict[int, list], seconds: list[tuple[float, float]]) ->
 def build_mesh(config: PipelineParallel, device: torch.device) -> DeviceMesh:
     """Replicas x stages. The stages of a replica are neighbours, so that activations stay within a node if they
     can; rank 0 is the first stage of the first replica."""
-    timeout, grid = timedelta(seconds=config.timeout), torch.arange(dist.get_world_size()).view(-1, config.stages)
+    grid = torch.arange(dist.get_world_size()).view(-1, config.stages)
+    timeout = timedelta(seconds=config.timeout) * (2 if device.type == "cuda" else 1)  # as in setup_distributed
     groups = [dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0] for ranks in (grid.T, grid)]
     return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=("replica", "stage"))
 
@@ -1070,8 +1076,8 @@ def train(config: PipelineParallel) -> None:
     facts = {
         "model": f"{config.arch}, {million:.1f} M parameters, {config.norm} norm, {config.dtype}",
         "devices": f"{world} x {device}, {dist.get_backend()}, {torch.get_num_threads()} threads per process",
-        "pipeline": f"{config.schedule}, bubble of {pipeline.ideal_bubble:.1%} if nothing but computing took time",
-        "stages": " + ".join(f"{n} blocks" for n in pipeline.sizes) + f", {milliseconds} ms per micro-batch",
+        "stages": f"{' + '.join(map(str, pipeline.sizes))} blocks, {milliseconds} ms per micro-batch",
+        "schedule": f"{config.schedule}, with a bubble of {pipeline.ideal_bubble:.1%} if only computing took time",
         "global batch": f"{config.batch_size} = {replicas} replicas x {parts}",
         "data": f"{config.data}: {len(train_images)} + {len(val_images)} images, {len(classes)} classes",
         "steps": f"{run.step} to {run.last}, {run.steps_per_epoch} an epoch",
@@ -1102,12 +1108,12 @@ def main(config_type: type[Config]) -> None:
     try:
         train(parse(config_type))
     except Failure as failure:
-        message, code = (*failure.args, 2)[:2]
+        code = failure.code
         if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)  # torchrun ends all workers as soon as one has left: rank 0 must have spoken
-        elif message:
-            print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+        elif str(failure):
+            print(f"{Path(__file__).name}: {failure}", file=sys.stderr, flush=True)
     finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
