@@ -504,9 +504,10 @@ def optimizer_step(
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> dict:
     """The whole state in CPU memory of rank 0, under torchvision's names: the same format for every strategy.
     All ranks call it, as they must gather the same tensors in the same order."""
+    shards = model.state_dict()  # first, as it shards again the parameters that an evaluation leaves whole
     momentum = {name: optimizer.state[p].get("momentum_buffer") for name, p in model.named_parameters()}
     state = {"model": {}, "momentum": {}, "scaler": scaler.state_dict()}
-    for part, tensors in (("model", model.state_dict()), ("momentum", momentum)):
+    for part, tensors in (("model", shards), ("momentum", momentum)):
         for name, tensor in tensors.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # buffers aren't sharded
             if whole is not None and dist.get_rank() == 0:
