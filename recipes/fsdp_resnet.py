@@ -901,7 +901,8 @@ def main(config_type: type[Config]) -> None:
         code = failure.code
         if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)  # torchrun ends all workers as soon as one has left: rank 0 must have spoken
+            if code != 1:  # where all ranks fail alike, rank 0 must speak before torchrun ends it for our sake
+                time.sleep(5)
         elif str(failure):
             print(f"{Path(__file__).name}: {failure}", file=sys.stderr, flush=True)
     finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever

@@ -139,9 +139,12 @@ def parse(config_type: type[Config]) -> Config:
         raise Failure(" ".join(line.strip("│ ") for line in reason)) from None
     config.image_size = config.image_size or (32 if config.data == "digits" else 224)
     for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), 1 if field.type is int and field.default else 0
-        if isinstance(value, int | float) and not least <= value < math.inf:
-            raise Failure(f"--{field.name.replace('_', '-')} {value}: must be {least} or more")
+        value, option = getattr(config, field.name), field.name.replace("_", "-")
+        least = 1 if field.name == "timeout" or field.type is int and field.default else 0
+        most = 1 if field.name in ("momentum", "label_smoothing") else sys.float_info.max
+        if isinstance(value, int | float) and not least <= value <= most:
+            bounds = f"from {least} to {most}" if most == 1 else f"at least {least}"
+            raise Failure(f"--{option} {value}: must be {bounds}")
     if config.export and not Path(config.export).absolute().parent.is_dir():
         raise Failure(f"--export {config.export}: its directory doesn't exist")
     for option, value in (("norm", "sync"), ("dtype", "fp16")):
@@ -771,7 +774,8 @@ def open_run(config: Config) -> tuple[Path, dict]:
             problems.append(f"cannot load {path}: {str(error).splitlines()[0]}")
     if paths and not stored:
         raise Failure(problems[0])
-    changed = [f"--{name} {old}, not {vars(config)[name]}" for name, old in stored.items() if old != vars(config)[name]]
+    new = vars(config)
+    changed = [f"--{k.replace('_', '-')} {old}, not {new[k]}" for k, old in stored.items() if old != new[k]]
     if changed:
         raise Failure(f"{path} is of a run with {'; '.join(changed)}: change it back or take another --name")
     for problem in problems:
@@ -1111,7 +1115,8 @@ def main(config_type: type[Config]) -> None:
         code = failure.code
         if os.environ.get("RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)  # torchrun ends all workers as soon as one has left: rank 0 must have spoken
+            if code != 1:  # where all ranks fail alike, rank 0 must speak before torchrun ends it for our sake
+                time.sleep(5)
         elif str(failure):
             print(f"{Path(__file__).name}: {failure}", file=sys.stderr, flush=True)
     finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever

@@ -47,6 +47,7 @@ def test_a_killed_worker_ends_the_job(tmp_path):
         result = job.wait(60)
     assert time.monotonic() - killed < 60
     assert result.returncode == 1
+    assert "forcefully exiting" not in result.stderr, "the survivors left by themselves"
     report = result.stderr.partition("Root Cause")[2]
     assert "rank      : 2 " in report
     assert "SIGKILL" in report
