@@ -212,6 +212,23 @@ if [[ -n $in_step ]]; then
   options+=(--shutdown-timeout=$((kill_wait > 4 ? kill_wait - 2 : 2)))
 fi
 
+# Where another node falls silent, torchrun waits for an answer of its store without end, long after
+# its workers gave up. This ends it: no workers any more, for longer than any wait of its own.
+end_when_stuck() {
+  local torchrun=$$ me=$BASHPID had_workers='' alone=0 workers
+  while sleep 1 && kill -0 "$torchrun" 2>/dev/null; do
+    # A worker that ended is a zombie until torchrun looks at it, which it does not when it is stuck.
+    workers=$(ps -o pid=,stat= --ppid "$torchrun" | awk -v me="$me" '$1 != me && $2 !~ /^Z/')
+    if [[ -n $workers ]]; then
+      had_workers=yes alone=0
+    elif [[ -n $had_workers && $((alone += 1)) -gt $((wait + 10)) ]]; then
+      say "torchrun has no workers any more and hears nothing from the other nodes: ending it"
+      kill -KILL "$torchrun"
+    fi
+  done
+}
+if [[ $nnodes -gt 1 ]]; then end_when_stuck & fi
+
 torchrun=("$(dirname -- "$python")/torchrun")
 [[ -x ${torchrun[0]} ]] || torchrun=("$python" -m torch.distributed.run)
 printf 'launch.sh: OMP_NUM_THREADS=%s' "$OMP_NUM_THREADS" >&2

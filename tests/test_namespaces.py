@@ -1,0 +1,127 @@
+"""launch.sh --nnodes 2 --head ADDR on two hosts: network namespaces, joined by a cable that can be cut."""
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+
+import pytest
+import torch
+from conftest import ROOT, need, run, start
+
+DDP = ROOT / "recipes/ddp_resnet.py"
+HEAD, PEER = "10.213.7.1", "10.213.7.2"
+MODEL = "--data digits --arch resnet18 --image-size 16 --batch-size 32 --lr 0.01 --norm group --log-every 1"
+WORKER = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+everyone = [None] * dist.get_world_size()
+dist.all_gather_object(everyone, (os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"]))
+print("together: " + str(everyone) + "\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Hosts:
+    def __init__(self):
+        self.names = {HEAD: f"head-{os.getpid()}", PEER: f"peer-{os.getpid()}"}
+
+    def __enter__(self):
+        for name in self.names.values():
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        head, peer = self.names.values()
+        ip("link", "add", "cable", "netns", head, "type", "veth", "peer", "name", "cable", "netns", peer)
+        for address, name in self.names.items():
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+        self.cable("up")
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names.values():
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+    def cable(self, state):
+        for name in self.names.values():
+            ip("-n", name, "link", "set", "cable", state)
+
+    def launch(self, cwd, host, *words):
+        command = [ROOT / "launch.sh", "--nnodes", "2", "--head", HEAD, "--nproc", "1", *words]
+        return start(["ip", "netns", "exec", self.names[host], *command], cwd, {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    need("ip")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    with Hosts() as hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize("first", [HEAD, PEER])
+def test_nodes_meet_whichever_is_first(hosts, tmp_path, first):
+    (tmp_path / "worker.py").write_text(WORKER)
+    with hosts.launch(tmp_path, first, "worker.py") as one:
+        time.sleep(1.5)
+        with hosts.launch(tmp_path, PEER if first == HEAD else HEAD, "worker.py") as two:
+            for job in (one, two):
+                done = job.wait(90)
+                assert done.returncode == 0, done.stderr
+                assert done.stdout == f"together: {[('cable', HEAD)] * 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("here", "message"),
+    [
+        (HEAD, r"1 of 2 nodes did not come to port 29400 within 3 s: missing 1 node; here: "),
+        (PEER, rf"no answer from the head node {HEAD}, ports 29400 to 29415, within 3 s: missing {HEAD}"),
+    ],
+)
+def test_node_that_is_alone_says_who_is_missing(hosts, tmp_path, here, message):
+    (tmp_path / "worker.py").write_text(WORKER)
+    begun = time.monotonic()
+    with hosts.launch(tmp_path, here, "--wait", "3", "worker.py") as job:
+        done = job.wait(20)
+    assert time.monotonic() - begun < 12
+    assert done.returncode == 1
+    assert re.fullmatch(rf"launch.sh: {message}.*\n", done.stderr)
+
+
+@pytest.mark.timeout(400)
+def test_cut_link_ends_both_sides_and_the_run_resumes(hosts, tmp_path):
+    options = [*MODEL.split(), "--workers", "0", "--max-steps", "16", "--export", "weights.pt"]
+    whole = tmp_path / "undisturbed"
+    whole.mkdir()
+    done = run([ROOT / "launch.sh", "--nproc", "2", DDP, *options], whole, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+    command = ["--wait", "15", DDP, *options, "--name", "cut", "--save-every", "4", "--timeout", "10"]
+    with hosts.launch(tmp_path, HEAD, *command) as head, hosts.launch(tmp_path, PEER, *command) as peer:
+        # Rank 0, which alone writes, is on the node whose address comes first in the alphabet.
+        head.wait_for("step 5/", 120)
+        hosts.cable("down")
+        try:
+            begun = time.monotonic()
+            for job in (head, peer):
+                done = job.wait(120)
+                assert done.returncode != 0
+                assert re.search(r"(?i)timed? ?out|monitoredBarrier", done.stderr)
+            assert time.monotonic() - begun < 120
+        finally:
+            hosts.cable("up")
+    with hosts.launch(tmp_path, HEAD, *command) as head, hosts.launch(tmp_path, PEER, *command) as peer:
+        ends = [job.wait(120) for job in (head, peer)]
+    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
+    started = int(re.search(r"(?m)^steps +(\d+) to", ends[0].stdout + ends[1].stdout)[1])
+    assert started >= 4
+    expected = torch.load(whole / "weights.pt", weights_only=True)
+    ours = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
