@@ -1,0 +1,145 @@
+"""Fully sharded: ddp's numbers, 1/N of the parameters on each, and one checkpoint format for all recipes."""
+
+import contextlib
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import start
+from strategies import EXACT, assert_resumes_exactly, assert_same, ddp, refusal, trained  # noqa: F401
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import DDP, ENV, RECIPES, load
+
+FSDP = RECIPES / "fsdp_resnet.py"
+MP, DP = RECIPES / "mp_resnet.py", RECIPES / "dp_resnet.py"
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("processes, options", [(1, "--accumulate 3"), (4, "--accumulate 2")])
+def test_equals_ddp(ddp, tmp_path, processes, options):  # noqa: F811
+    assert_same(ddp, trained(tmp_path, FSDP, "--max-steps", "6", *options.split(), processes=processes))
+
+
+def test_hybrid_equals_ddp(ddp, tmp_path):  # noqa: F811
+    """Two nodes, played by two torchruns, of two processes each."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        meet = f"--rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{listener.getsockname()[1]} --local_addr=127.0.0.1"
+    words = [FSDP, *EXACT, "--name", "run", "--export", "w.pt", "--max-steps", "6", "--hybrid-shard"]
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for head in (1, 0):
+            torchrun = f"torchrun --nnodes=2 --nproc_per_node=2 {meet} --rdzv_conf=is_host={head}"
+            jobs.append(stack.enter_context(start([*torchrun.split(), *words], tmp_path, ENV)))
+        for job in jobs:
+            assert job.wait(300).returncode == 0, job.stderr
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert_same((ddp[0], ddp[1], None), (ddp[0], weights, None))
+
+
+def test_resumes_exactly(tmp_path):
+    assert_resumes_exactly(tmp_path, FSDP, processes=2)
+
+
+def test_a_run_goes_on_under_another_recipe(ddp, tmp_path):  # noqa: F811
+    losses = []
+    for step, (recipe, processes) in enumerate([(FSDP, 3), (MP, 1), (DP, 1), (FSDP, 2), (DDP, 1)], 2):
+        part, weights, result = trained(tmp_path, recipe, "--max-steps", str(step), processes=processes)
+        losses += part[:-1]
+        assert f"\nsteps        {step - 1 if step > 2 else 0} to {step}, " in result.stdout
+    assert_same(ddp, (losses + part[-1:], weights, None))
+
+
+@contextlib.contextmanager
+def processes(count):
+    """Be rank 0 of so many processes, of which the others only seem to be there."""
+    if count == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype, hybrid", [("fp32", False), ("bf16", False), ("fp32", True)])
+def test_each_process_keeps_its_share(monkeypatch, dtype, hybrid):
+    """Of 8 processes, or with a replica on each of two nodes, of 4."""
+    fsdp = load(FSDP)
+    config = fsdp.FullySharded(dtype=dtype, hybrid_shard=hybrid)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    placements, parts = ((Replicate(), Shard(0)), 4) if hybrid else ((Shard(0),), 8)
+    with processes(8):
+        model = fsdp.build_model(config, 10, CPU)
+        whole = {name: p.numel() for name, p in model.named_parameters()}
+        buffers = dict(model.named_buffers())
+        fsdp.shard_model(model, config, CPU)
+        for name, p in model.named_parameters():
+            assert isinstance(p, DTensor)
+            assert p.placements == placements
+            assert p.dtype == torch.float32
+            assert p.to_local().numel() == whole[name] / parts or name.startswith("fc.")  # of 10 classes
+        assert {name: id(buffer) for name, buffer in model.named_buffers()} == {n: id(b) for n, b in buffers.items()}
+        units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        blocks = {f"layer{k}.{j}" for k in (1, 2, 3, 4) for j in (0, 1)}
+        norms = {name for name, module in model.named_modules() if isinstance(module, torch.nn.BatchNorm2d)}
+        assert units == {"", *blocks, *(norms if dtype == "bf16" else ())}
+
+
+def gradients(recipe, config, shard):
+    """Of one backward pass, with the logits."""
+    model = recipe.build_model(config, 10, CPU)
+    if shard:
+        recipe.shard_model(model, config, CPU)
+    torch.manual_seed(1)
+    logits = model(torch.rand(4, 3, 32, 32))
+    recipe.sum_loss(logits, torch.arange(4), config).backward()
+    found = {name: p.grad.full_tensor() if shard else p.grad for name, p in model.named_parameters()}
+    return logits, found, dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_half_precision_is_that_of_ddp(norm):
+    fsdp = load(FSDP)
+    config = fsdp.FullySharded(dtype="bf16", norm=norm)
+    with processes(1):
+        (logits, one, buffers), (other_logits, other, other_buffers) = (
+            gradients(fsdp, config, s) for s in (False, True)
+        )
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits, other_logits)
+    for mine, its in ((one, other), (buffers, other_buffers)):
+        assert mine.keys() == its.keys()
+        assert not [name for name in mine if not torch.equal(mine[name], its[name])]
+
+
+def test_the_loss_scaler_sees_an_infinite_shard():
+    fsdp = load(FSDP)
+    config = fsdp.FullySharded()
+    with processes(1):
+        model = fsdp.build_model(config, 10, CPU)
+        fsdp.shard_model(model, config, CPU)
+        optimizer = fsdp.build_optimizer(config, model, fused=False)
+        scaler = torch.amp.GradScaler("cpu")
+        before = model.fc.weight.full_tensor().clone()
+        for value, moved in ((torch.inf, False), (1.0, True)):
+            loss = scaler.scale(model(torch.rand(2, 3, 32, 32)).sum())
+            loss.backward()
+            model.conv1.weight.grad.to_local()[0, 0, 0, 0] *= value
+            scale = scaler.get_scale()
+            fsdp.optimizer_step(config, model, optimizer, scaler, 0.1, fsdp.sharded_norm)
+            assert scaler.get_scale() == (scale if moved else scale / 2)
+            assert torch.equal(model.fc.weight.full_tensor(), before) == (not moved)
+
+
+@pytest.mark.parametrize(
+    "world, local, text",
+    [(1, 1, "there is one node"), (4, 4, "there is one node"), (4, 3, "nodes differ in processes")],
+)
+def test_refuses_hybrid(world, local, text, monkeypatch):
+    environment = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
+    assert text in refusal(FSDP, "--hybrid-shard", monkeypatch, **environment)
