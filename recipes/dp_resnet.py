@@ -203,10 +203,11 @@ class Agreement:
     the ranks raised a step ago and starts to reduce the flags of now, so that no step waits."""
 
     def __init__(self, config: Config):
-        timeout = timedelta(seconds=config.timeout)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # never waits for a GPU
-        self.roll_call = dist.new_group(backend="gloo", timeout=timeout)
+        timeout, short = timedelta(seconds=config.timeout), timedelta(seconds=10)
+        self.group = self.roll_call = dist.new_group(backend="gloo", timeout=timeout)  # never waits for a GPU
         self.meet(timeout)
+        # To ask who is missing when a wait was in vain. The other ranks wait for rank 0 as long as the group allows.
+        self.roll_call = dist.new_group(backend="gloo", timeout=short)
         self.save_every_seconds, self.saved_at = config.save_every_seconds, time.monotonic()
         self.signal, self.unreadable, self.stop, self.save, self.work = 0, False, 0, False, None
         for number in STOP_SIGNALS:
