@@ -1,10 +1,11 @@
-"""Train a ResNet as a pipeline: each process holds some of the blocks, and micro-batches pass through all of them.
+"""Train a ResNet as a pipeline: each process holds a stage of it, some blocks in a row, on its device.
 
-A batch is cut into micro-batches, so that the stages of the pipeline work at the same time, each on another
-one. Stages still wait while the pipeline fills and drains: that bubble shrinks with more micro-batches, until
-they are too small to be efficient. Each process needs memory for its own blocks only, and sends activations
-rather than gradients: it is the strategy for a model that doesn't fit one device. For one that fits, ddp_resnet.py
-is faster. With fewer `--stages` than processes, replicas of the pipeline share the batch as in ddp_resnet.py.
+A batch passes through the stages in micro-batches, so that the stages work at the same time, each on another
+one. While the pipeline fills and drains they wait: with equal stages this bubble is (stages - 1) / (micro-batches
++ stages - 1) of the time, so take many micro-batches, but not so small that they are inefficient. A device needs
+memory for its own blocks only: it is the strategy for a model that doesn't fit one device; for others take
+ddp_resnet.py, which has no bubble. With fewer `--stages` than processes, replicas of the pipeline share the
+batch. Only the first stage loads images: give it the cores of the others by `--workers`.
 
     torchrun --nproc_per_node=2 recipes/pp_resnet.py                                       # two stages
     torchrun --nproc_per_node=8 recipes/pp_resnet.py --stages 2 --batch-size 512           # times four replicas
