@@ -227,7 +227,7 @@ end_when_stuck() {
     fi
   done
 }
-if [[ $nnodes -gt 1 ]]; then end_when_stuck & fi
+if [[ $nnodes -gt 1 ]] && command -v ps >/dev/null; then end_when_stuck & fi
 
 torchrun=("$(dirname -- "$python")/torchrun")
 [[ -x ${torchrun[0]} ]] || torchrun=("$python" -m torch.distributed.run)

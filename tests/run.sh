@@ -6,7 +6,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # package:program, for Debian and Ubuntu
-wanted=(slurm-wlm:slurmctld slurmdbd:slurmdbd mariadb-server:mariadbd munge:munged iproute2:ip chromium:chromium)
+wanted=(slurm-wlm:slurmctld slurmdbd:slurmdbd mariadb-server:mariadbd munge:munged iproute2:ip procps:ps chromium:chromium)
 packages=()
 for entry in "${wanted[@]}"; do
   PATH=$PATH:/usr/sbin command -v "${entry#*:}" >/dev/null || packages+=("${entry%%:*}")
