@@ -152,6 +152,7 @@ def test_killed_setup_is_begun_anew(fresh):
 
 
 def test_two_first_runs_at_once_install_once(fresh):
+    (fresh.bin / "uv").unlink()  # pip is slow enough for the two to meet
     with (
         start(fresh.command("--setup-only"), fresh.cwd, fresh.env) as one,
         start(fresh.command("--setup-only"), fresh.cwd, fresh.env) as two,

@@ -42,7 +42,7 @@ def cluster(tmp_path_factory):
 def nothing_queued(request):
     """A test that failed half-way must not hold the nodes that the next one needs."""
     yield
-    if "cluster" in request.fixturenames:
+    if "cluster" in request.fixturenames and "endings" not in request.fixturenames:
         cluster = request.getfixturevalue("cluster")
         if cluster.call("squeue", "-h").stdout:
             cluster.call("scancel", "--signal=KILL", "--full", "--user=root")
@@ -220,8 +220,6 @@ def endings(cluster, tmp_path_factory):
     for name, (plan, *_) in ENDINGS.items():
         env = {"CHECKOUT": str(folder), "PLAN": "\n".join(plan), "MAX_REQUEUES": "2"}
         jobs[name] = cluster.sbatch(folder, *options, SCRIPT, "recipe.py", env=env)
-    for job in jobs.values():
-        job.wait(90, idle=False)
     return jobs
 
 
@@ -229,7 +227,7 @@ def endings(cluster, tmp_path_factory):
 def test_requeued_by_the_marker_or_ended(endings, name):
     _, state, restarts, message = ENDINGS[name]
     job = endings[name]
-    assert job.state == state, job.log
+    assert job.wait(90, idle=False) == state, job.log
     assert int(job.show()["Restarts"]) == restarts
     assert message in job.log
     assert [f"start {k}\n" in job.log for k in range(restarts + 2)] == [True] * (restarts + 1) + [False]
@@ -268,7 +266,7 @@ def test_submitted_from_elsewhere_says_what_is_missing(cluster, tmp_path):
 
 # ---- preemption, requeue, time limit ---------------------------------------------------------
 
-STEPS = 40
+STEPS = 32
 RUN = [*MODEL, "--workers", "1", "--max-steps", str(STEPS)]
 
 
@@ -393,7 +391,7 @@ def test_lost_node_requeues_the_job_and_it_resumes(cluster, tmp_path, undisturbe
     finally:
         cluster.revive_node("n2")
     assert job.wait(120) == "COMPLETED", job.log
-    assert "n2" in re.findall(r"(?i).*(?:node fail|down|lost).*", job.log)[0]
+    assert re.search(r"(?i)node failure|n2.*(unresponsive|not responding|lost|down)", job.log), job.log
     assert_equal(weights(tmp_path / "weights.pt"), undisturbed)
     starts = [int(step) for step in re.findall(r"(?m)^steps +(\d+) to", job.log)]
     assert starts[1] >= 4
@@ -407,7 +405,7 @@ def test_lost_node_requeues_the_job_and_it_resumes(cluster, tmp_path, undisturbe
     ],
 )
 def test_failure_at_once_is_failed_with_one_clear_line(cluster, tmp_path, options, line):
-    job = cluster.sbatch(tmp_path, "--nodes=2", SCRIPT, DDP, *options)
+    job = cluster.sbatch(tmp_path, SCRIPT, DDP, *options)
     assert job.wait(60) == "FAILED", job.log
     assert job.show()["Restarts"] == "0"
     assert job.log.count(line) >= 1
