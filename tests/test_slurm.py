@@ -307,7 +307,7 @@ def preempt(cluster, folder, job):
     wait_until(lambda: high.state == "COMPLETED", 60, "the job that preempts")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_preempted_twice_then_requeued_by_hand_then_out_of_time(cluster, tmp_path, undisturbed):
     command = [SCRIPT, DDP, *RUN, "--export", tmp_path / "weights.pt"]
     job = cluster.sbatch(tmp_path, "--nodes=2", *command, env=ONE_THREAD)
@@ -346,7 +346,7 @@ def test_preempted_before_it_could_train(cluster, tmp_path):
 # ---- cancelled, killed, failed ---------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_cancelled_job_leaves_a_usable_checkpoint_and_nothing_else(cluster, tmp_path, undisturbed):
     job = cluster.sbatch(tmp_path, "--nodes=2", SCRIPT, DDP, *RUN, "--name", "mine", env=ONE_THREAD)
     freeze(job, 4)
@@ -378,7 +378,7 @@ def test_killed_process_ends_the_job_and_is_named(cluster, tmp_path, victim):
         assert "n2: task 1: Killed" in job.log
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_lost_node_requeues_the_job_and_it_resumes(cluster, tmp_path, undisturbed):
     command = [SCRIPT, DDP, *RUN, "--save-every", "4", "--export", tmp_path / "weights.pt"]
     job = cluster.sbatch(tmp_path, "--nodes=2", *command, env=ONE_THREAD)
@@ -443,7 +443,7 @@ class Submitted(BatchJob):
         return self.path.read_text(errors="replace") if self.path.exists() else ""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_preempted_through_submitit(cluster, tmp_path, undisturbed):
     command = [*SUBMIT, *ON_SLURM, "--nodes", "2", "--follow", DDP, *RUN, "--export", tmp_path / "weights.pt"]
     with start(command, tmp_path, {**cluster.env, **ONE_THREAD}) as submit:
