@@ -119,7 +119,7 @@ def test_balance_cuts_where_the_costliest_stage_costs_least():
         "--balance 8,0": "2 numbers that add up to 8 blocks",
         "--balance -1,9": "2 numbers that add up to 8 blocks",
         "--balance even": "must be auto, or 2 numbers",
-        "--micro-batches 0": "--micro-batches 0: must be 1 or more",
+        "--micro-batches 0": "--micro-batches 0: must be at least 1",
         "--micro-batches 5": "doesn't divide by 5 (--accumulate 1 x --micro-batches 5); 60 or 65 would",
         "--micro-batches 8 --accumulate 16": "128 would",
     }.items(),
