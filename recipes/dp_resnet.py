@@ -892,6 +892,8 @@ def main(config_type: type[Config]) -> None:
         elif str(failure):
             print(f"{Path(__file__).name}: {failure}", file=sys.stderr, flush=True)
     finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # Python's handlers end before the process does
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             worker.kill()
