@@ -17,9 +17,7 @@ loader workers and after any number of restarts.
 
 import collections
 import contextlib
-import copy
 import ctypes
-import dataclasses
 import io
 import itertools
 import json
@@ -31,16 +29,14 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 import psutil
-import simplejpeg
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,7 +47,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.profiler import profile, schedule, tensorboard_trace_handler
+from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from torchvision.datasets import ImageFolder
@@ -126,13 +123,12 @@ def parse(config_type: type[Config]) -> Config:
         reason = box.getvalue().partition("│ ───")[0].splitlines()[1:]
         raise Failure(" ".join(line.strip("│ ") for line in reason)) from None
     config.image_size = config.image_size or (32 if config.data == "digits" else 224)
-    for field in dataclasses.fields(config):
+    for field in fields(config):
         value, option = getattr(config, field.name), field.name.replace("_", "-")
         least = 1 if field.name == "timeout" or field.type is int and field.default else 0
         most = 1 if field.name in ("momentum", "label_smoothing") else sys.float_info.max
         if isinstance(value, int | float) and not least <= value <= most:
-            bounds = f"from {least} to {most}" if most == 1 else f"at least {least}"
-            raise Failure(f"--{option} {value}: must be {bounds}")
+            raise Failure(f"--{option} {value}: must be at least {least}" + ", at most 1" * (most == 1))
     if config.export and not Path(config.export).absolute().parent.is_dir():
         raise Failure(f"--export {config.export}: its directory doesn't exist")
     for option, value in (("norm", "sync"), ("dtype", "fp16")):
@@ -165,14 +161,12 @@ def setup_distributed(config: Config, device: torch.device) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS can't be deterministic
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
-    timeout, where = timedelta(seconds=config.timeout), {}
-    if "RANK" not in os.environ:
-        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    timeout, (store, rank, world) = timedelta(seconds=config.timeout), (dist.HashStore(), 0, 1)
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun 2.14 keeps this store over a restart, and in it the addresses of processes that are gone.
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-        where = {"store": dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)}
-        where |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    where = {"store": store, "rank": rank, "world_size": world}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # NCCL's watchdog ends a process without a word about who is missing: Agreement gives up first.
@@ -186,13 +180,12 @@ class Agreement:
     the ranks raised a step ago and starts to reduce the flags of now, so that no step waits."""
 
     def __init__(self, config: Config):
-        timeout, short = timedelta(seconds=config.timeout), timedelta(seconds=10)
+        self.config, timeout = config, timedelta(seconds=config.timeout)
         self.group = self.roll_call = dist.new_group(backend="gloo", timeout=timeout)  # never waits for a GPU
         self.meet(timeout)
         # To ask who is missing when a wait was in vain. The other ranks wait for rank 0 as long as the group allows.
-        self.roll_call = dist.new_group(backend="gloo", timeout=short)
-        self.save_every_seconds, self.saved_at = config.save_every_seconds, time.monotonic()
-        self.signal, self.unreadable, self.stop, self.save, self.work = 0, False, 0, False, None
+        self.roll_call = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+        self.signal, self.stop, self.save, self.saved_at, self.work = 0, 0, False, time.monotonic(), None
         for number in STOP_SIGNALS:
             signal.signal(number, self.on_signal)
 
@@ -207,24 +200,25 @@ class Agreement:
         except RuntimeError as error:
             raise Failure(f"lost touch with other processes: {error}", 1) from None
 
-    def exchange(self) -> None:
-        """Read the last flags and send new ones."""
+    def exchange(self, unreadable: bool) -> None:
+        """Read the last flags and send new ones; one of them says that this rank met an unreadable image."""
         self.settle()
-        due = dist.get_rank() == 0 and 0 < self.save_every_seconds < time.monotonic() - self.saved_at
+        due = dist.get_rank() == 0 and 0 < self.config.save_every_seconds < time.monotonic() - self.saved_at
         self.saved_at = time.monotonic() if due else self.saved_at
-        self.flags = torch.tensor([self.signal, self.unreadable, due], dtype=torch.int32)
+        fatal = unreadable and self.config.on_bad_image == "stop"
+        self.flags = torch.tensor([self.signal, fatal, due], dtype=torch.int32)
         self.work = dist.all_reduce(self.flags, dist.ReduceOp.MAX, self.group, async_op=True)
 
     def settle(self) -> None:
         """Read the flags on their way. Raises Failure if a rank met an image that ends the run."""
         if self.work:
             self.work.wait()
-            self.work, (stop, unreadable, due) = None, self.flags.tolist()
+            self.work, (stop, fatal, due) = None, self.flags.tolist()
             self.stop, self.save = max(self.stop, stop), self.save or bool(due)
-            if unreadable:
-                raise Failure("")  # the rank that met it has said so
+            if fatal:
+                raise Failure("")  # the loader worker that met it has said so
 
-    def on_rank_0(self, function: Callable, *arguments):
+    def on_rank_0(self, function, *arguments):
         """Call a function on rank 0 and give its result, or its Failure, to every rank."""
         answer = [None, None]
         if dist.get_rank() == 0:
@@ -241,25 +235,39 @@ class Agreement:
 # ---- Data
 
 
+def build_data(config: Config, agreement: Agreement) -> tuple[list[str], "Images", "Images"]:
+    """Class names, training and validation images."""
+    if config.data == "synthetic":
+        classes, counts = [str(k) for k in range(1000)], (100_000, 1_000)
+        splits = [(np.arange(count), np.arange(count) % 1000) for count in counts]
+    elif config.data == "digits":  # 1797 handwritten digits of 8x8 pixels, of which every fifth validates
+        digits = load_digits()
+        pixels = np.repeat(np.uint8(digits.images * 255 / 16)[..., None], 3, axis=3)
+        val = np.arange(len(pixels)) % 5 == 4
+        classes, splits = list("0123456789"), [(pixels[part], digits.target[part]) for part in (~val, val)]
+    else:
+        classes, splits = agreement.on_rank_0(scan, config.data)
+    return classes, Images(*splits[0], config, train=True), Images(*splits[1], config, train=False)
+
+
 def scan(root: str) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
     """Class names, and paths (bytes) and labels of train and val. Arrays, since loader workers copy a list of
     a million strings page by page as they read it. Raises Failure if the directory is laid out otherwise."""
     try:
-        train, val = (ImageFolder(Path(root, split)) for split in ("train", "val"))
+        train, val = splits = [ImageFolder(Path(root, split)) for split in ("train", "val")]
     except OSError as error:
         raise Failure(f"--data {root}: {error}") from None
-    if train.classes != val.classes:
-        odd = ", ".join(sorted(set(train.classes) ^ set(val.classes))[:5])
+    if odd := set(train.classes) ^ set(val.classes):
+        odd = ", ".join(sorted(odd)[:5])
         raise Failure(f"--data {root}: train and val must have the same classes; only one has {odd}")
-    paths = [np.array([os.fsencode(path) for path, _ in split.samples]) for split in (train, val)]
-    return train.classes, [(paths[0], np.array(train.targets)), (paths[1], np.array(val.targets))]
+    return train.classes, [(np.array([os.fsencode(p) for p, _ in s.samples]), np.array(s.targets)) for s in splits]
 
 
-class Images(Dataset):
-    """A list of (epoch, index) gives a batch: uint8 [n, 3, size, size], labels [n], complaints.
+class Images:
+    """A list of (epoch, index) gives a batch: uint8 [n, 3, size, size], labels [n], how many can't be read.
 
     Crop and flip are drawn from (seed, epoch, index), so that an image looks the same whoever loads it. One
-    that can't be decoded has the label -1, which loss and accuracy ignore, and is named in a complaint.
+    that can't be read has the label -1, which loss and accuracy ignore.
     """
 
     def __init__(self, source: np.ndarray, labels: np.ndarray, config: Training, train: bool):
@@ -269,77 +277,37 @@ class Images(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
+    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, int]:
         images = torch.zeros(len(keys), 3, self.size, self.size, dtype=torch.uint8)
-        labels, complaints = self.labels[[index for _, index in keys]], []
+        labels = self.labels[[index for _, index in keys]]
         for slot, (epoch, index) in enumerate(keys):
             draw = np.random.SeedSequence((self.seed, epoch, index)).generate_state(1)
             torch.default_generator.manual_seed(int(draw[0]))
             try:
                 images[slot] = self.load(self.source[index])
             except Exception as error:  # a broken file makes PIL raise almost any type
-                labels[slot] = -1
-                complaints.append(f"cannot read {os.fsdecode(self.source[index])}: {str(error).partition(' <_io')[0]}")
-        return images, labels, complaints
+                labels[slot], reason = -1, str(error).partition(" <_io")[0]
+                print(f"cannot read {os.fsdecode(self.source[index])}: {reason}", file=sys.stderr, flush=True)
+        return images, labels, int((labels < 0).sum())
 
     def load(self, source: np.ndarray | bytes) -> Tensor:
-        """Decode, crop and resize. For training a JPEG is decoded at n/8 of its size where that is enough: it
-        spares libjpeg-turbo most of the work, and moves the random crop by half a pixel at most. Every other
-        kind of file, and every doubtful one, is for PIL to read."""
-        if self.digits:
-            return self.resize(source, self.crop(Image.fromarray(source)))
-        data = Path(os.fsdecode(source)).read_bytes()
-        with Image.open(io.BytesIO(data)) as picture:
-            box, pixels = self.crop(picture), None
-            if picture.format == "JPEG" and picture.mode in ("RGB", "L"):
-                height, width = picture.height * self.size / box[2], picture.width * self.size / box[3]
-                enough = {"min_height": math.ceil(height), "min_width": math.ceil(width)} if self.train else {}
-                with contextlib.suppress(ValueError):  # damaged, perhaps
-                    pixels = simplejpeg.decode_jpeg(data, **enough)
-            pixels = np.array(picture.convert("RGB")) if pixels is None else pixels
-            scale = round(8 * max(pixels.shape) / max(picture.size)) / 8  # exact: the size is rounded up
-            image = self.resize(pixels, box, scale)
-        return image.flip(2) if self.train and torch.rand(()) < 0.5 else image
-
-    def crop(self, picture: Image.Image) -> tuple[int, int, int, int]:
-        """Top, left, height, width: random for training, else central."""
+        """Read, crop and resize. For training a JPEG is decoded at a half, a quarter or an eighth of its size if
+        that is enough: it spares most of the work, and moves the crop by half a pixel of that size at most."""
+        picture, scale = Image.fromarray(source) if self.digits else Image.open(os.fsdecode(source)), 1
         if self.train:
-            return RandomResizedCrop.get_params(picture, (0.6 if self.digits else 0.08, 1), (3 / 4, 4 / 3))
-        side = round(min(picture.size) * (1 if self.digits else 0.875)) or 1
-        return (picture.height - side) // 2, (picture.width - side) // 2, side, side
-
-    def resize(self, pixels: np.ndarray, box: tuple[int, int, int, int], scale: float = 1.0) -> Tensor:
+            area = (0.6 if self.digits else 0.08, 1)
+            box = RandomResizedCrop.get_params(picture, area, (3 / 4, 4 / 3))  # top, left, height, width
+            enough = [math.ceil(edge * self.size / min(box[2:])) for edge in picture.size]
+            full, draft = picture.width, picture.draft(None, enough)  # nothing unless it is a JPEG
+            scale = draft[1][2] / full if draft else 1
+        else:
+            side = round(min(picture.size) * (1 if self.digits else 0.875)) or 1
+            box = (picture.height - side) // 2, (picture.width - side) // 2, side, side
         top, left, height, width = (round(edge * scale) for edge in box)
-        part = torch.from_numpy(pixels[top : top + max(height, 1), left : left + max(width, 1)]).permute(2, 0, 1)
-        return F.interpolate(part[None], (self.size, self.size), mode="bilinear", antialias=True)[0]
-
-
-class Synthetic(Images):
-    """Noise made once, on the device: nothing to load, so that the speed is that of compute alone."""
-
-    def __init__(self, count: int, config: Training, device: torch.device):
-        super().__init__(np.empty(0), np.arange(count) % 1000, config, train=False)
-        generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randint(256, (256, 3, self.size, self.size), dtype=torch.uint8, generator=generator)
-        self.noise, self.labels = noise.to(device), self.labels.to(device)
-
-    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, list[str]]:
-        index = torch.tensor([index for _, index in keys], dtype=torch.int64, device=self.noise.device)
-        return self.noise[index % len(self.noise)], self.labels[index], []
-
-
-def build_data(config: Config, device: torch.device, agreement: Agreement) -> tuple[list[str], Images, Images]:
-    """Class names, training and validation images."""
-    if config.data == "synthetic":
-        return [str(k) for k in range(1000)], *(Synthetic(count, config, device) for count in (100_000, 1_000))
-    if config.data == "digits":  # 1797 handwritten digits of 8x8 pixels, of which every fifth validates
-        digits = load_digits()
-        pixels = np.repeat(np.uint8(digits.images * 255 / 16)[..., None], 3, axis=3)
-        val = np.arange(len(pixels)) % 5 == 4
-        classes, splits = list("0123456789"), [(pixels[part], digits.target[part]) for part in (~val, val)]
-    else:
-        classes, splits = agreement.on_rank_0(scan, config.data)
-    return classes, Images(*splits[0], config, train=True), Images(*splits[1], config, train=False)
+        pixels = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+        part = pixels[:, top : top + max(height, 1), left : left + max(width, 1)]
+        image = F.interpolate(part[None], (self.size, self.size), mode="bilinear", antialias=True)[0]
+        return image.flip(2) if self.train and not self.digits and torch.rand(()) < 0.5 else image
 
 
 def train_batches(config: Config, images: int, start: int, stop: int, replica: int, replicas: int):
@@ -363,18 +331,23 @@ def eval_batches(config: Config, images: int, replica: int, replicas: int) -> li
     return [[(0, k) for k in range(images)[edge : edge + config.batch_size][replica::replicas]] for edge in edges]
 
 
-def build_loader(images: Images, batches: Iterable, config: Config, device: torch.device) -> DataLoader:
-    workers, on_device = config.workers, isinstance(images, Synthetic)
+def build_loader(images: Images, batches, config: Config, device: torch.device):
+    if config.data == "synthetic":  # noise made once, on the device: the speed is that of compute alone
+        generator, size = torch.Generator().manual_seed(config.seed), (256, 3, images.size, images.size)
+        noise = torch.randint(256, size, dtype=torch.uint8, generator=generator).to(device)
+        indices = (torch.tensor([index for _, index in batch], dtype=torch.int64) for batch in batches)
+        return ((noise[index % 256], images.labels[index], 0) for index in indices)
+    workers = config.workers
     if workers is None:
         workers = max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1, 0)
     return DataLoader(
         images,
         batch_size=None,  # the sampler gives whole batches, and Images loads them
         sampler=batches,
-        num_workers=0 if on_device else workers,
+        num_workers=workers,
         worker_init_fn=start_worker,
-        timeout=config.timeout if workers and not on_device else 0,
-        pin_memory=device.type == "cuda" and not on_device,
+        timeout=config.timeout if workers else 0,
+        pin_memory=device.type == "cuda",
     )
 
 
@@ -402,15 +375,13 @@ def build_model(config: Config, classes: int, device: torch.device) -> nn.Module
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    autocast(config, model, device)
     return model.to(device, torch.float64 if config.dtype == "fp64" else torch.float32)
 
 
-def autocast(config: Config, module: nn.Module, device: torch.device) -> None:
-    """Let a module compute in half precision where torch finds that safe."""
-    if config.dtype in ("bf16", "fp16"):
-        half = torch.bfloat16 if config.dtype == "bf16" else torch.float16
-        module.forward = torch.autocast(device.type, half)(module.forward)
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """Where it is on, torch computes in half precision what is safe in it."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.dtype)
+    return torch.autocast(device.type, half, enabled=half is not None)
 
 
 def to_input(images: Tensor, config: Config, device: torch.device) -> Tensor:
@@ -440,14 +411,7 @@ def learning_rate(config: Config, epoch: float) -> float:
     return config.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def optimizer_step(
-    config: Config,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    rate: float,
-    total_norm: Callable[[list[Tensor]], Tensor] = nn.utils.get_total_norm,
-) -> Tensor:
+def optimizer_step(config: Config, model, optimizer, scaler, rate: float, total_norm=nn.utils.get_total_norm) -> Tensor:
     """Unscale, clip, step, and clear the gradients; returns their norm before clipping."""
     scaler.unscale_(optimizer)
     norm = total_norm([p.grad for p in model.parameters()])
@@ -479,14 +443,14 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.a
 def restore(state: dict, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
     model.load_state_dict(state["model"])
     scaler.load_state_dict(state["scaler"])
-    optimizer.state.clear()
     for name, p in model.named_parameters():
         if name in state["momentum"]:
             optimizer.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(state["momentum"][name])
+    state.clear()  # it would stay in memory
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """A kill or a power cut leaves the old file or the new one, whole."""
+def write_file(path: Path, write) -> None:
+    """Let write(file) fill the file. A kill or a power cut leaves the old one or the new one, whole."""
     with open(f"{path}.tmp", "wb") as file:
         write(file)
         file.flush()
@@ -497,6 +461,10 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     os.close(directory)
 
 
+def write_json(path: Path, value: dict) -> None:
+    write_file(path, lambda file: file.write(json.dumps(value, indent=1).encode() + b"\n"))
+
+
 def open_run(config: Config) -> tuple[Path, dict]:
     """The run directory, and the newest checkpoint in it that loads ({} for a new run).
 
@@ -505,29 +473,29 @@ def open_run(config: Config) -> tuple[Path, dict]:
     # By default the start of torchrun names the run: a worker that torchrun restarts must find it again.
     starter = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None)
     started = f"{datetime.fromtimestamp(starter.create_time()):%Y%m%d-%H%M%S}-{starter.pid}"
-    run = Path("runs", config.name or os.environ.get("SLURM_JOB_ID") or started)
+    run, state, problems = Path("runs", config.name or os.environ.get("SLURM_JOB_ID") or started), {}, []
     paths = sorted(run.glob("step_*.pt"), reverse=True)
     if not paths and config.resume != "auto":
         paths = [Path(config.resume)]
-    state, stored, problems = {}, {}, []
     for path in paths:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            stored = {field.name: state["config"][field.name] for field in dataclasses.fields(Training)}
-            break
+            pairs = {f.name: (state["config"][f.name], getattr(config, f.name)) for f in fields(Training)}
         except Exception as error:  # a damaged file makes torch.load raise almost any type
             problems.append(f"cannot load {path}: {str(error).splitlines()[0]}")
-    if paths and not stored:
-        raise Failure(problems[0])
-    new = vars(config)
-    changed = [f"--{k.replace('_', '-')} {old}, not {new[k]}" for k, old in stored.items() if old != new[k]]
-    if changed:
-        raise Failure(f"{path} is of a run with {'; '.join(changed)}: change it back or take another --name")
+            continue
+        changed = [f"--{k.replace('_', '-')} {old}, not {new}" for k, (old, new) in pairs.items() if old != new]
+        if changed:
+            raise Failure(f"{path} is of a run with {'; '.join(changed)}: change it back or take another --name")
+        break
+    else:
+        if problems:
+            raise Failure(problems[0])
     for problem in problems:
         print(f"{problem}; going on from {path}", file=sys.stderr)
     try:
         run.mkdir(parents=True, exist_ok=True)
-        write_file(run / "config.json", lambda file: file.write(json.dumps(vars(config), indent=1).encode()))
+        write_json(run / "config.json", vars(config))
     except OSError as error:
         raise Failure(f"cannot write to the run directory {run}: {error.strerror}") from None
     return run, state
@@ -560,8 +528,9 @@ class Run:
     def logging(self, facts: dict[str, str]):
         """Say what runs where, and keep events and status.json open until the run ends, one way or another."""
         self.say("\n".join(f"{name:13}{fact}" for name, fact in facts.items()))
-        new = self.step == 0 or not any(self.path.glob("events.*"))
-        if self.leader:  # purge_step hides what a killed run logged beyond the step where this one begins
+        if self.leader:
+            new = self.step == 0 or not any(self.path.glob("events.*"))
+            # purge_step hides what a killed run logged beyond the step where this one begins.
             self.writer = SummaryWriter(self.path, purge_step=self.step + 1 if self.step else 0)
             self.bar = tqdm(initial=self.step, total=self.last, unit="step", disable=None)
             options = {name: value for name, value in vars(self.config).items() if value is not None}
@@ -570,13 +539,10 @@ class Run:
                 for summary in hparams(options, {"eval/top1": 0, "eval/loss": 0}):
                     self.writer.file_writer.add_summary(summary, 0)  # add_hparams would make a run of its own
         self.status("running")
-        trace = {
-            "schedule": torch.profiler.schedule(skip_first=2, wait=0, warmup=1, active=3, repeat=1),
-            "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(self.path / "trace.json")),
-        }
-        profiling = self.leader and self.config.profile
+        steps = schedule(skip_first=2, wait=0, warmup=1, active=3, repeat=1)
+        trace = profile(schedule=steps, on_trace_ready=tensorboard_trace_handler(self.path))
         try:
-            with torch.profiler.profile(**trace) if profiling else contextlib.nullcontext() as self.profiler:
+            with trace if self.leader and self.config.profile else contextlib.nullcontext() as self.profiler:
                 yield
         except BaseException as error:
             self.status("failed", str(error))
@@ -598,7 +564,7 @@ class Run:
         """For job scripts, as torchrun doesn't pass on the exit code of a recipe."""
         facts = {"status": status, "step": self.step, "started_at_step": self.first, "reason": reason}
         if self.leader:
-            write_file(self.path / "status.json", lambda file: file.write(json.dumps(facts).encode() + b"\n"))
+            write_json(self.path / "status.json", facts)
 
     @contextlib.contextmanager
     def timed(self, what: str):
@@ -606,20 +572,13 @@ class Run:
         yield
         self.spent[what] += time.perf_counter() - began
 
-    def complain(self, complaints: list[str]) -> None:
-        for complaint in complaints:
-            print(complaint, file=sys.stderr, flush=True)
-            self.agreement.unreadable = self.config.on_bad_image == "stop"
-
-    def fetch(self, batches: Iterator) -> list[tuple[Tensor, Tensor]]:
+    def fetch(self, batches) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches of the next step; `agreement.stop` then says whether it is still to be done."""
         with self.timed("data"):
             micro_batches = list(itertools.islice(batches, self.config.accumulate))
-        for *_, complaints in micro_batches:
-            self.complain(complaints)
         if self.leader and not self.step:
             self.writer.add_image("train/input", make_grid(micro_batches[0][0][:64]), 0)
-        self.agreement.exchange()
+        self.agreement.exchange(any(unreadable for *_, unreadable in micro_batches))
         return [(images, labels) for images, labels, _ in micro_batches]
 
     def advance(self, rate: float, sums: Tensor, norm: Tensor) -> None:
@@ -650,8 +609,7 @@ class Run:
     def log(self, rate: float) -> None:
         loss, hits, images, norm = (sum(column) for column in zip(*self.reduce(), strict=True))
         count, (step, began, before), now = len(self.rows), self.logged, time.perf_counter()
-        self.rows, self.logged = [], (self.step, now, self.spent.copy())
-        spent = self.spent - before
+        self.rows, self.logged, spent = [], (self.step, now, self.spent.copy()), self.spent - before
         elapsed = now - began - spent["evaluation"] - spent["checkpoint"]
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peaks = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else host for d in self.devices]
@@ -670,8 +628,8 @@ class Run:
             "speed/slowest_over_fastest_rank": max(own) / min(own),
         }
         self.scalars({**scalars, **{f"memory/device_{k}_gib": gib for k, gib in enumerate(self.memory)}})
+        line = "loss {train/loss:.{d}g}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
         if self.leader:
-            line = "loss {train/loss:.{d}g}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
             self.bar.set_postfix_str(line.format(d=self.digits, **scalars))
             if self.bar.disable:
                 self.say(f"step {self.step}/{self.last}  {line.format(d=self.digits, **scalars)}")
@@ -734,16 +692,16 @@ class Run:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: DataLoader, classes: list[str], run: Run) -> None:
+def evaluate(model: nn.Module, batches, classes: list[str], run: Run) -> None:
     """Loss and accuracy over every validation image once, unless the run is told to stop meanwhile."""
     sums, wrong = torch.zeros(4, dtype=torch.float64, device=run.device), []
     model.eval()
-    for images, labels, complaints in batches:
-        run.complain(complaints)
-        run.agreement.exchange()
+    for images, labels, unreadable in batches:
+        run.agreement.exchange(unreadable > 0)
         if run.agreement.stop:
             break
-        logits = model(to_input(images, run.config, run.device))
+        with autocast(run.config, run.device):
+            logits = model(to_input(images, run.config, run.device))
         labels = labels.to(logits.device, non_blocking=True)
         best = logits.topk(min(5, len(classes))).indices
         hits, known = best == labels[:, None], labels >= 0
@@ -771,7 +729,7 @@ def train(config: Config) -> None:
     device = local_device()
     setup_distributed(config, device)
     agreement = Agreement(config)
-    classes, train_images, val_images = build_data(config, device, agreement)
+    classes, train_images, val_images = build_data(config, agreement)
     run = Run(config, agreement, device, len(train_images))
     if run.evaluated == run.step >= run.last:
         run.say(f"{run.path} is finished, after step {run.step}: {run.result}")
@@ -782,29 +740,30 @@ def train(config: Config) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "fp16")
     # Each rank keeps running statistics of its own, and only those of rank 0 are used: no need to broadcast them.
     replica = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    if config.compile:
-        replica.compile()
 
     def micro_step(images: Tensor, labels: Tensor, last: bool) -> Tensor:
         """Add to the gradients; returns the sums of loss, hits and images. Only the last backward pass of a
         step averages over the processes; for the others no_sync must cover the forward pass as well."""
         with contextlib.nullcontext() if last else replica.no_sync():
             labels = labels.to(device, non_blocking=True)
-            with run.timed("forward"):
+            with run.timed("forward"), autocast(config, device):
                 logits = replica(to_input(images, config, device))
-                loss = sum_loss(logits, labels, config)
+            loss = sum_loss(logits, labels, config)
             scaler.scale(loss * world / config.batch_size).backward()
         return torch.stack([loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
 
-    # After its first backward pass DDP lays out its buckets anew, and with them the order of additions. One
-    # pass to throw away, before the state is set, lets a resumed run add up like an undisturbed one.
-    fresh = {"model": copy.deepcopy(model.state_dict()), "momentum": {}, "scaler": scaler.state_dict()}
+    # After its first backward pass DDP lays out its buckets anew, and with them the order of additions. One pass
+    # to throw away lets a resumed run add up like an undisturbed one; eval spares the running statistics.
     share = config.batch_size // world // config.accumulate
     blank = torch.zeros(share, 3, config.image_size, config.image_size, dtype=torch.uint8)
+    replica.eval()
     micro_step(blank, torch.zeros(share, dtype=torch.int64), last=True)
+    replica.train()
     optimizer.zero_grad()
-    restore(run.state or fresh, model, optimizer, scaler)
-    run.state = fresh = None
+    if config.compile:
+        replica.compile()
+    if run.state:
+        restore(run.state, model, optimizer, scaler)
 
     def evaluate_if_due() -> None:
         every = config.eval_every * run.steps_per_epoch

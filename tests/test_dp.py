@@ -35,7 +35,7 @@ def test_resumes_exactly(tmp_path):
     assert_resumes_exactly(tmp_path, DP)
 
 
-def replicate(_, network, devices):
+def replicate(network):
     """DataParallel.replicate on the CPU: modules whose attributes are the network's, and parameters twice as large."""
     copies = {module: module._replicate_for_data_parallel() for module in network.modules()}
     for module, copy in copies.items():
@@ -43,25 +43,22 @@ def replicate(_, network, devices):
             copy._modules[name] = copies[child]
         for name, tensor in module._parameters.items():
             setattr(copy, name, None if tensor is None else 2 * tensor.detach())
-    return [copies[network] for _ in devices]
+    return copies[network]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_replica_computes_with_its_own_parameters(monkeypatch, dtype):
+def test_a_replica_computes_with_its_own_parameters(dtype):
     """Under autocast too, which must not lead back to the first device's model."""
     dp = load(DP)
-    monkeypatch.setattr(torch.nn.DataParallel, "replicate", replicate)
     config = dp.Replicated(dtype=dtype, image_size=16)
     model = dp.build_model(config, 10, torch.device("cpu")).eval()
-    replicas = dp.Replicas(model, config, [])
-    replicas.src_device_obj = torch.device("cpu")  # which DataParallel sets where there is a GPU
     images = torch.rand(2, 3, 16, 16)
     with torch.no_grad():
-        got = replicas.replicate(model, [0])[0](images)
-        before = model(images)
+        got = replicate(dp.Replica(model, config))(images)
+        before = dp.Replica(model, config)(images)
         for p in model.parameters():
             p.mul_(2)
-        assert torch.equal(got, model(images))
+        assert torch.equal(got, dp.Replica(model, config)(images))
     assert not torch.equal(got, before)
     assert got.dtype == (torch.bfloat16 if dtype == "bf16" else torch.float32)
 
