@@ -19,6 +19,7 @@ devices. With `--norm group` they don't, nor do they ever with loader workers or
 import collections
 import contextlib
 import ctypes
+import importlib.util
 import io
 import itertools
 import json
@@ -44,7 +45,6 @@ import torch.nn.functional as F
 import torchvision
 import tyro
 from PIL import Image, ImageDraw
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import profile, schedule, tensorboard_trace_handler
@@ -259,10 +259,12 @@ def build_data(config: Config, agreement: Agreement) -> tuple[list[str], "Images
         classes, counts = [str(k) for k in range(1000)], (100_000, 1_000)
         splits = [(np.arange(count), np.arange(count) % 1000) for count in counts]
     elif config.data == "digits":  # 1797 handwritten digits of 8x8 pixels, of which every fifth validates
-        digits = load_digits()
-        pixels = np.repeat(np.uint8(digits.images * 255 / 16)[..., None], 3, axis=3)
+        # Read from where scikit-learn has them, as its import takes a second.
+        [package] = importlib.util.find_spec("sklearn").submodule_search_locations
+        table = np.loadtxt(Path(package, "datasets/data/digits.csv.gz"), delimiter=",")
+        pixels = np.repeat(np.uint8(table[:, :64] * 255 / 16).reshape(-1, 8, 8, 1), 3, axis=3)
         val = np.arange(len(pixels)) % 5 == 4
-        classes, splits = list("0123456789"), [(pixels[part], digits.target[part]) for part in (~val, val)]
+        classes, splits = list("0123456789"), [(pixels[part], table[part, 64].astype(int)) for part in (~val, val)]
     else:
         classes, splits = agreement.on_rank_0(scan, config.data)
     return classes, Images(*splits[0], config, train=True), Images(*splits[1], config, train=False)

@@ -131,6 +131,15 @@ def run(cmd, cwd, timeout=120, env=None):
         return job.wait(timeout)
 
 
+@pytest.fixture(scope="session")
+def ddp(tmp_path_factory):
+    """Eight steps of ddp on one process, to which every strategy is compared."""
+    from strategies import train
+    from training import DDP
+
+    return train(tmp_path_factory.mktemp("ddp"), DDP, 1, {"one": ""})["one"]
+
+
 def need(program):
     """Skip where a program is missing; in CI, which installs all of them, fail."""
     if shutil.which(program) is None:

@@ -1,42 +1,104 @@
-"""What the tests of the strategies share: the same numbers as ddp, and the same end after a restart."""
+"""What the tests of the strategies share: the same numbers as ddp, and the same end after a restart.
 
+Run as a program, by torchrun or not, this file trains a recipe once per job in one set of processes, as most of a
+short run's time goes by while Python imports torch.
+"""
+
+import json
+import os
 import re
 import shlex
 import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import run, start, wait_until
-from training import DDP, ENV, command, load, newest, status
+from training import ENV, command, load, newest, scalars, status, values
 
 # Double precision and a norm that knows no batch leave nothing but rounding between two strategies.
-EXACT = shlex.split("--norm group --dtype fp64 --image-size 16 --batch-size 24 --workers 0 --log-every 1")
+EXACT = shlex.split("--norm group --dtype fp64 --image-size 16 --batch-size 24 --workers 0 --log-every 1 --timeout 60")
 EXACT += ["--clip-grad-norm", "1"]  # below the norm of every step, which so has to be right
+STEPS = ["--max-steps", "8"]
 
 
-def trained(folder, recipe, *options, processes=1):
-    """The losses and final weights of a run in the folder."""
-    words = command(recipe, *EXACT, "--name", "run", "--export", "w.pt", *options, processes=processes)
-    result = run(words, folder, timeout=300, env=ENV)
-    assert result.returncode == 0, result.stderr
-    losses = [float(loss) for loss in re.findall(r"^step \d+/\d+  (?:evaluation: )?loss ([\d.]+)", result.stdout, re.M)]
-    return losses, torch.load(folder / "w.pt", weights_only=True), result
+@dataclass
+class Result:
+    """What a job printed and left."""
+
+    said: str
+    losses: list
+    norms: list
+    evaluation: tuple
+    weights: dict
 
 
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    """Six steps of ddp on one process."""
-    return trained(tmp_path_factory.mktemp("ddp"), DDP, "--max-steps", "6")
+def train(folder, recipe, processes, jobs):
+    """{name: Result} of {name: options}, all trained in one set of processes."""
+    program = command(Path(__file__), recipe, json.dumps(jobs), processes=processes)
+    done = run(program, folder, env=ENV, timeout=500)
+    assert done.returncode == 0, done.stderr + done.stdout
+    results = {}
+    for said, name in re.findall(r"(?s)(.*?)\ntrained (\S+)", done.stdout):
+        results[name] = Result(
+            said,
+            [float(loss) for loss in re.findall(r"step \d+/\d+  loss (\S+)", said)],
+            values(scalars(folder / "runs" / name)["train/gradient_norm"]),
+            re.findall(r"evaluation: loss (\S+), (.*)", said)[-1],
+            torch.load(folder / f"{name}.pt", weights_only=True),
+        )
+    assert results.keys() == jobs.keys()
+    return results
+
+
+def work(recipe, jobs):
+    module = load(recipe)
+    build_data = module.build_data
+
+    def fewer(*args):
+        classes, train, val = build_data(*args)
+        val.labels, val.source = val.labels[:53], val.source[:53]  # a prime number
+        return classes, train, val
+
+    module.build_data = fewer
+    for number, (name, options) in enumerate(jobs.items()):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a store of its own
+        own = shlex.split(options)
+        steps = [] if "--max-steps" in own else STEPS
+        sys.argv = [str(recipe), *EXACT, *steps, "--name", name, "--export", f"{name}.pt", *own]
+        module.train(module.parse(config_type(module)))
+        if dist.get_rank() == 0:
+            print(f"trained {name}", flush=True)
+        dist.destroy_process_group()
+
+
+def config_type(module):
+    """The options of a recipe: the last subclass of Config."""
+    return [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, module.Config)][-1]
+
+
+def close(ones, others, tolerance=1e-10):
+    assert others == pytest.approx(ones, rel=tolerance, abs=0)
+
+
+def assert_same_weights(one, other, tolerance=1e-10):
+    assert one.keys() == other.keys()
+    for name in one:
+        error = (one[name] - other[name]).abs().max() / one[name].abs().max()
+        assert error <= tolerance, f"{name} differs by {error:.2g}"
 
 
 def assert_same(one, other, tolerance=1e-10):
-    (losses, weights, _), (other_losses, other_weights, _) = one, other
-    assert other_losses == pytest.approx(losses, rel=tolerance, abs=0)
-    assert len(losses) >= 2
-    assert other_weights.keys() == weights.keys()
-    for name in weights:
-        error = (weights[name] - other_weights[name]).abs().max() / weights[name].abs().max()
-        assert error <= tolerance, f"{name} differs by {error:.2g}"
+    assert len(one.losses) >= 3
+    close(one.losses, other.losses, tolerance)
+    close(one.norms, other.norms, 1e-6)  # float32 in TensorBoard
+    assert_same_weights(one.weights, other.weights, tolerance)
+    close(float(one.evaluation[0]), float(other.evaluation[0]), tolerance)
+    assert one.evaluation[1] == other.evaluation[1]
+    assert "/53)" in one.evaluation[1], "each image once"
 
 
 def assert_resumes_exactly(folder, recipe, *options, processes=1):
@@ -80,10 +142,11 @@ def refusal(recipe, options, monkeypatch, **environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", [recipe.name, *shlex.split(options)])
-    config_type = [
-        kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, module.Config)
-    ][-1]
     with pytest.raises(module.Failure) as failure:
-        module.train(module.parse(config_type))
+        module.train(module.parse(config_type(module)))
     assert "\n" not in str(failure.value)
     return str(failure.value)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), json.loads(sys.argv[2]))

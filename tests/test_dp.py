@@ -3,36 +3,37 @@
 import pytest
 import torch
 from conftest import run
-from strategies import assert_resumes_exactly, assert_same, ddp, refusal, trained  # noqa: F401
-from training import ENV, RECIPES, load, scalars
+from strategies import assert_resumes_exactly, assert_same, refusal, train
+from training import ENV, RECIPES, command, load, scalars
 
 DP = RECIPES / "dp_resnet.py"
 
 
-def test_equals_ddp(ddp, tmp_path):  # noqa: F811
-    got = trained(tmp_path, DP, "--max-steps", "6", "--accumulate", "2")
-    assert_same(ddp, got)
-    # One line on standard error, which points to ddp.
-    assert got[2].stderr.count("\n") == 1
-    assert "torchrun --nproc_per_node=1 recipes/ddp_resnet.py" in got[2].stderr
+def test_equals_ddp(ddp, tmp_path):
+    assert_same(ddp, train(tmp_path, DP, 1, {"dp": "--accumulate 2"})["dp"])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_two_gpus(ddp, tmp_path, dtype):  # noqa: F811
-    options = "--max-steps", "6", "--devices", "cuda:0,cuda:1", "--dtype", dtype
-    got = trained(tmp_path, DP, *options)
+def test_two_gpus(ddp, tmp_path, dtype):
+    got = train(tmp_path, DP, 1, {"two": f"--devices cuda:0,cuda:1 --dtype {dtype}"})["two"]
     if dtype == "fp64":
         assert_same(ddp, got, 1e-8)  # ddp ran on one GPU
-    assert "cuda:0 held" in got[2].stdout
-    memory = {tag: curve for tag, curve in scalars(tmp_path / "runs/run").items() if tag.startswith("memory/")}
+    assert "cuda:0 held" in got.said
+    memory = {tag: curve for tag, curve in scalars(tmp_path / "runs/two").items() if tag.startswith("memory/")}
     assert memory.keys() == {"memory/device_0_gib", "memory/device_1_gib"}
     assert memory["memory/device_0_gib"][-1] > memory["memory/device_1_gib"][-1] > (6, 0)
 
 
 def test_resumes_exactly(tmp_path):
     assert_resumes_exactly(tmp_path, DP)
+
+
+def test_points_to_ddp(tmp_path):
+    done = run([*command(DP), "--max-steps", "1", "--image-size", "16"], tmp_path, env=ENV)
+    assert done.stderr.count("\n") == 1
+    assert "torchrun --nproc_per_node=1 recipes/ddp_resnet.py" in done.stderr
 
 
 def replicate(network):

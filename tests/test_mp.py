@@ -3,26 +3,34 @@
 import pytest
 import torch
 from conftest import run
-from strategies import assert_resumes_exactly, assert_same, ddp, refusal, trained  # noqa: F401
+from strategies import assert_resumes_exactly, assert_same, refusal, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import ENV, RECIPES, load
 
 MP = RECIPES / "mp_resnet.py"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--devices cpu,cpu --micro-batches 1",
-        "--devices cpu,cpu,cpu --micro-batches 2 --accumulate 2",
-        "--devices cpu,cpu,cpu --micro-batches 4 --balance 1,5,2",
-    ],
-)
-def test_equals_ddp(ddp, tmp_path, options):  # noqa: F811
-    got = trained(tmp_path, MP, "--max-steps", "6", *options.split())
+CASES = [
+    "--devices cpu,cpu --micro-batches 1",
+    "--devices cpu,cpu --micro-batches 2",
+    "--devices cpu,cpu --micro-batches 4",
+    "--devices cpu,cpu,cpu --micro-batches 1",
+    "--devices cpu,cpu,cpu --micro-batches 2 --accumulate 2",
+    "--devices cpu,cpu,cpu --micro-batches 4 --balance 1,5,2",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("mp"), MP, 1, {str(k): options for k, options in enumerate(CASES)})
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=CASES)
+def test_equals_ddp(ddp, trained, case):
+    got = trained[str(case)]
     assert_same(ddp, got)
     given = "1 blocks on cpu, 5 blocks on cpu, 2 blocks on cpu\ncut by       --balance\n"
-    assert (given if "--balance" in options else " ms per block\n") in got[2].stdout
+    assert (given if "--balance" in CASES[case] else " ms per block\n") in got.said
 
 
 def test_resumes_exactly(tmp_path):

@@ -8,7 +8,8 @@ import signal
 import pytest
 import torch
 from conftest import run, start, wait_until
-from training import DDP, ENV, command, newest, scalars, status, workers
+from strategies import assert_same_weights, close, train
+from training import DDP, ENV, RECIPES, command, newest, scalars, status, workers
 
 # Float32, batch norm, loader workers; the first epoch ends with step 14.
 OPTIONS = shlex.split("--image-size 16 --batch-size 96 --max-steps 20 --workers 1 --save-every 4 --name same")
@@ -76,3 +77,16 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(tmp_path, processes, log_e
         measured = tag.startswith(("speed/", "memory/"))
         shown = [[step for step, _ in c[tag]] if measured else c[tag] for c in curves]
         assert shown[0] == shown[1], tag
+
+
+def test_a_run_goes_on_under_any_strategy(ddp, tmp_path):
+    chain = [("ddp", 2), ("fsdp", 3), ("pp", 2), ("mp", 1), ("dp", 1), ("pp", 4), ("ddp", 1)]
+    steps, losses = [0, 1, 2, 3, 4, 5, 6, 8], []
+    for k, (name, processes) in enumerate(chain):
+        options = f"--max-steps {steps[k + 1]}" + " --stages 2" * (name == "pp")
+        part = train(tmp_path, RECIPES / f"{name}_resnet.py", processes, {"chain": options})["chain"]
+        assert f"\nsteps        {steps[k]} to {steps[k + 1]}, " in part.said
+        losses += part.losses
+    close(ddp.losses, losses)
+    assert_same_weights(ddp.weights, part.weights)
+    assert ddp.evaluation[1] == part.evaluation[1]
