@@ -133,7 +133,7 @@ def run(cmd, cwd, timeout=120, env=None):
 
 @pytest.fixture(scope="session")
 def ddp(tmp_path_factory):
-    """Eight steps of ddp on one process, to which every strategy is compared."""
+    """ddp on one process, to which every strategy is compared."""
     from strategies import train
     from training import DDP
 

@@ -40,4 +40,5 @@ fi
 "$python" -m ruff format --check .
 shopt -s nullglob
 "$(dirname -- "$python")/shellcheck" launch.sh .ci/run tests/*.sh slurm/*.sbatch
-exec "$python" -m pytest "$@"
+# Two files at a time, as tests wait a lot, on Slurm and while Python imports torch.
+exec "$python" -m pytest --numprocesses 2 --dist loadfile "$@"

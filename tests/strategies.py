@@ -22,7 +22,7 @@ from training import ENV, command, load, newest, scalars, status, values
 # Double precision and a norm that knows no batch leave nothing but rounding between two strategies.
 EXACT = shlex.split("--norm group --dtype fp64 --image-size 16 --batch-size 24 --workers 0 --log-every 1 --timeout 60")
 EXACT += ["--clip-grad-norm", "1"]  # below the norm of every step, which so has to be right
-STEPS = ["--max-steps", "8"]
+STEPS = ["--max-steps", os.environ.get("STEPS", "4")]
 
 
 @dataclass

@@ -65,7 +65,7 @@ def test_batch_norm_is_that_of_accumulation(trained, tmp_path):
 
 def test_bubble(trained):
     said = trained(2)["2-2-gpipe-1"].said
-    ideal, measured = re.search(r"bubble: ideal (\S+)%, measured (\S+)% in 6 steps", said).groups()
+    ideal, measured = re.search(r"bubble: ideal (\S+)%, measured (\S+)% in \d+ steps", said).groups()
     assert float(ideal) == 50  # one stage at a time, whatever the cut
     assert 20 < float(measured) < 80
     assert "3 + 5 blocks" in trained(2)["micro-batches"].said

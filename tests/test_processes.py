@@ -1,13 +1,12 @@
-"""Recipes run as they stand, and nothing is left behind when a process dies or hangs."""
+"""The command of the README, and nothing left behind when a process dies or hangs."""
 
 import os
 import shlex
-import shutil
 import signal
 import time
 
 from conftest import run, start, wait_until
-from training import DDP, ENV, command, each_recipe, status, workers
+from training import DDP, ENV, command, status, workers
 
 LONG = shlex.split("--image-size 16 --batch-size 64 --name long --log-every 1")
 
@@ -24,19 +23,6 @@ def test_the_commands_of_the_issue(tmp_path):
     assert result.stdout.count("watch it with") == 1
     assert sorted(file.suffix for file in path.iterdir() if "tfevents" not in file.name) == [".json", ".json", ".pt"]
     assert len(list(path.glob("events.out.tfevents.*"))) == 1
-
-
-@each_recipe
-def test_a_recipe_stands_alone(tmp_path, recipe):
-    folder = tmp_path / "empty folder"
-    folder.mkdir()
-    shutil.copy2(recipe, folder)
-    options = "--max-steps", "20" if recipe == DDP else "2", "--image-size", "16"
-    env = {**ENV, "PYTHONPATH": ""}
-    result = run(command(folder / recipe.name, *options), folder, env=env)
-    assert result.returncode == 0, result.stderr
-    assert "finished after step" in result.stdout
-    assert {path.name for path in folder.iterdir()} == {recipe.name, "runs"}
 
 
 def test_a_killed_worker_ends_the_job(tmp_path):

@@ -30,8 +30,10 @@ class Trained:
 
     def __init__(self, folder, recipe, processes, *options):
         folder.mkdir(exist_ok=True)
-        result = run(command(recipe, *OPTIONS, *options, processes=processes), folder, env=ENV)
+        recipe = Path(shutil.copy2(recipe, folder))  # a recipe stands alone, with nothing of ours to import
+        result = run(command(recipe, *OPTIONS, *options, processes=processes), folder, env={**ENV, "PYTHONPATH": ""})
         assert result.returncode == 0, result.stderr
+        assert {path.name for path in folder.iterdir()} <= {recipe.name, "runs", "w.pt"}
         steps = re.findall(r"^step \d+/8  loss (\S+)  accuracy (\S+)", result.stdout, re.M)
         self.losses, self.accuracies = ([float(number) for number in column] for column in zip(*steps, strict=True))
         self.evaluation, self.hits = re.search(
@@ -47,7 +49,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """trained(recipe, processes, *options), which does each run once."""
-    return functools.cache(lambda *key: Trained(tmp_path_factory.mktemp("same"), *key))
+    return functools.cache(lambda *key: Trained(tmp_path_factory.mktemp("empty folder"), *key))
 
 
 def close(one, other, tolerance=1e-10):
