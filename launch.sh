@@ -195,7 +195,7 @@ else
     if [[ $head =~ ^(.*[^:]):([0-9]+)$ ]]; then head=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]}; fi
     who=(--node "$(uname -n)")
   fi
-  found=$("$python" "$root/rollcall.py" --job "$id" --nnodes "$nnodes" --head "$head" --port "$port" \
+  found=$("$python" "$root/slurm/rollcall.py" --job "$id" --nnodes "$nnodes" --head "$head" --port "$port" \
     --wait "$wait" "${who[@]}") || exit
   read -r is_host endpoint id address interface <<<"$found"
   options+=(--rdzv-endpoint="$endpoint" --rdzv-id="$id" --local-addr="$address"

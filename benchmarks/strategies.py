@@ -37,13 +37,13 @@ def measure(recipe: str, processes: int, threads: int, options: Options, *words:
     """Images per second, and GiB of the device that needs most."""
     start = ["torchrun", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else [sys.executable]
     size = f"--arch {options.arch} --image-size {options.image_size} --batch-size {options.batch_size}"
-    length = f"--max-steps {options.steps} --log-every {options.steps // 3} --eval-every 0 --name run"
+    length = f"--max-steps {options.steps} --log-every {options.steps // 3} --eval-every 999 --name run"
     command = [*start, RECIPES / recipe, "--data", "synthetic", *size.split(), *length.split(), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{recipe}: {done.stderr.strip().splitlines()[-1]}")
+        sys.exit(done.stderr)
     speeds = [float(speed) for speed in re.findall(r"(\d+) images/s", done.stdout)]
     return statistics.median(speeds[1:]), float(re.search(r"at most (\S+) GiB per device", done.stdout)[1])
 

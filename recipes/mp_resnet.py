@@ -94,7 +94,7 @@ class Config(Training):
     channels_last: bool = False  # the memory format of tensor cores: use it with bf16 and fp16
     compile: bool = False
     deterministic: bool = False  # bit-identical reruns on CUDA, slower
-    eval_every: int = 1  # epochs; 0: only at the end
+    eval_every: int = 1  # epochs; the end of the run is always evaluated
     save_every: int = 0  # steps; 0: by time alone
     save_every_seconds: float = 600.0  # 0: by steps alone
     keep: int = 2  # checkpoints
@@ -875,7 +875,7 @@ def train(config: Config) -> None:
 
     def evaluate_if_due() -> None:
         every = config.eval_every * run.steps_per_epoch
-        if run.evaluated < run.step and (run.step == run.last or every and run.step % every == 0):
+        if run.evaluated < run.step and (run.step == run.last or run.step % every == 0):
             with run.timed("evaluation"):
                 batches = eval_batches(config, len(val_images), dist.get_rank(), world)
                 evaluate(model, build_loader(val_images, batches, config, device), classes, run)

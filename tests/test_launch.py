@@ -55,8 +55,9 @@ class Checkout:
         self.bin = folder / "bin"  # programs that this machine has beside the usual ones
         for path in (self.root, self.cwd, self.wheels, self.bin):
             path.mkdir()
-        for name in ("launch.sh", "rollcall.py"):
-            shutil.copy2(ROOT / name, self.root)
+        (self.root / "slurm").mkdir()
+        for name in ("launch.sh", "slurm/rollcall.py"):
+            shutil.copy2(ROOT / name, self.root / name)
         (self.root / "requirements.txt").write_text("torch>=2.14\n")
         self.recipe = self.cwd / "my recipe.py"
         self.recipe.write_text('"""A recipe."""\n')
@@ -364,7 +365,7 @@ def port():
 def node(tmp_path, port, index, names=("n1", "n2"), wait=20, job="7.0.0", nodes=True):
     named = ["--nodes", ",".join(names)] if nodes else []
     at = ["--job", job, "--head", "127.0.0.1", "--port", port, "--wait", wait, "--nnodes", len(names)]
-    command = [sys.executable, ROOT / "rollcall.py", *at, "--node", names[index], "--index", index, *named]
+    command = [sys.executable, ROOT / "slurm/rollcall.py", *at, "--node", names[index], "--index", index, *named]
     return start(command, tmp_path)
 
 
