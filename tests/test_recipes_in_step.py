@@ -21,7 +21,7 @@ MAY_DIFFER = {
     "snapshot": "where no process has the whole state, it is gathered",
 }
 # Changed lines against ddp_resnet.py, docstring included. A number that grows wants a reason in the same commit.
-CHANGED_LINES = {"dp_resnet.py": 135, "fsdp_resnet.py": 141, "mp_resnet.py": 211, "pp_resnet.py": 381}
+CHANGED_LINES = {"dp_resnet.py": 137, "fsdp_resnet.py": 143, "mp_resnet.py": 214, "pp_resnet.py": 384}
 
 
 def blocks(text):
