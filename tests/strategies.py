@@ -60,7 +60,7 @@ def work(recipe, jobs):
 
     def fewer(*args):
         classes, train, val = build_data(*args)
-        val.labels, val.source = val.labels[:53], val.source[:53]  # a prime number
+        val.labels, val.source = val.labels[:49], val.source[:49]  # the last batch has one image: replicas have none
         return classes, train, val
 
     module.build_data = fewer
@@ -98,7 +98,7 @@ def assert_same(one, other, tolerance=1e-10):
     assert_same_weights(one.weights, other.weights, tolerance)
     close(float(one.evaluation[0]), float(other.evaluation[0]), tolerance)
     assert one.evaluation[1] == other.evaluation[1]
-    assert "/53)" in one.evaluation[1], "each image once"
+    assert "/49)" in one.evaluation[1], "each image once"
 
 
 def assert_resumes_exactly(folder, recipe, *options, processes=1):
