@@ -546,8 +546,10 @@ def test_cancelled_while_pending(cluster, tmp_path, recipe):
 
 
 def test_submitted_from_inside_an_allocation(cluster, tmp_path, recipe):
-    within = ["salloc", "--quiet", "--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--ntasks-per-node=1", "srun"]
-    within += ["--nodes=1", "--ntasks=1", *SUBMIT, *ON_SLURM, "--gpus-per-node", "0", "--follow", recipe]
+    within = ["salloc", "--quiet", "--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--ntasks-per-node=1"]
+    # srun refuses a job that has memory per core from the outer one and per node of its own.
+    within += ["--mem-per-cpu=20", "srun", "--nodes=1", "--ntasks=1"]
+    within += [*SUBMIT, *ON_SLURM, "--mem=50", "--gpus-per-node", "0", "--follow", recipe]
     done = run(within, tmp_path, env=cluster.env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "recipe [] None 1\n" in done.stdout  # neither the devices nor the nodes of the outer job
