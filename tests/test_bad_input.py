@@ -126,8 +126,10 @@ def test_one_line(results, case):
 @pytest.mark.parametrize("case", ["--no-such-option 1", "--resume cut.pt"])
 def test_quickly(folder, case):
     began = time.monotonic()
+    assert run(command(DDP, "--help"), folder, env=ENV).returncode == 0  # says how fast this machine is now
+    helped = time.monotonic()
     check(run(command(DDP, *words(case)), folder, env=ENV), CASES[case])
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - helped < max(15, 4 * (helped - began))
 
 
 def test_nothing_is_touched(results, folder):
