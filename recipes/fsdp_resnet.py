@@ -598,9 +598,11 @@ class Run:
                     self.writer.file_writer.add_summary(summary, 0)  # add_hparams would make a run of its own
         self.status("running")
         steps = schedule(skip_first=2, wait=0, warmup=1, active=3, repeat=1)
-        trace = profile(schedule=steps, on_trace_ready=tensorboard_trace_handler(self.path))
+        trace = contextlib.nullcontext()
+        if self.leader and self.config.profile:
+            trace = profile(schedule=steps, on_trace_ready=tensorboard_trace_handler(self.path))
         try:
-            with trace if self.leader and self.config.profile else contextlib.nullcontext() as self.profiler:
+            with trace as self.profiler:
                 yield
         except BaseException as error:
             self.status("failed", str(error))

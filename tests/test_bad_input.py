@@ -7,6 +7,7 @@ forked after the import of torch: without that, these tests would do little but 
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,7 @@ def attempt(module, options):
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = os.fork()
         if not child:
+            signal.alarm(15)  # ends a case that takes longer
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
             sys.argv[1:] = options

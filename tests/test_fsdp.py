@@ -80,7 +80,8 @@ def test_each_process_keeps_its_share(monkeypatch, dtype, hybrid):
         norms = {name for name, module in model.named_modules() if isinstance(module, torch.nn.BatchNorm2d)}
         assert units.keys() == {"", *blocks, *(norms if dtype == "bf16" else ())}
         for unit in units.values():  # gradients are summed in fp32, and no public attribute tells
-            assert unit._get_fsdp_state()._mp_policy.reduce_dtype in (torch.float32, None)
+            policy = unit._get_fsdp_state()._mp_policy  # without a dtype to reduce in, it is that of the parameters
+            assert policy.reduce_dtype == (torch.float32 if policy.param_dtype else None)
 
 
 def gradients(recipe, config, shard):
