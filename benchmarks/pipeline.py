@@ -68,14 +68,13 @@ def main(options: Options) -> None:
     config = recipe.PipelineParallel(**shared)
     recipe.setup_distributed(config, device)
     run = SimpleNamespace(device=device, timed=lambda what: contextlib.nullcontext())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     images = torch.randn(options.batch_size, 3, options.image_size, options.image_size)
     labels = torch.arange(options.batch_size) % 10
 
     def one_process():
         loss = recipe.sum_loss(model(images), labels, config) / options.batch_size
         loss.backward()
-        recipe.optimizer_step(config, model, optimizer, scaler, 0.01)
+        recipe.optimizer_step(config, model, optimizer, 0.01)
 
     model = recipe.build_model(config, 10, device)
     optimizer = recipe.build_optimizer(config, model)
@@ -84,12 +83,12 @@ def main(options: Options) -> None:
         schedule, micro_batches = name.split("-")
         own = recipe.PipelineParallel(**shared, schedule=schedule, micro_batches=int(micro_batches))
         part, cut = recipe.build_model(own, 10, device), recipe.settle_cut(own, dist.get_world_size())
-        pipeline = recipe.Pipeline(own, part, cut, recipe.build_mesh(own, device), run, scaler)
+        pipeline = recipe.Pipeline(own, part, cut, recipe.build_mesh(own, device), run)
         pipelines[name] = pipeline, part, recipe.build_optimizer(own, part)
 
     def step(pipeline, part, optimizer):
         pipeline.step(images, labels)
-        recipe.optimizer_step(pipeline.config, part, optimizer, scaler, 0.01, pipeline.total_norm)
+        recipe.optimizer_step(pipeline.config, part, optimizer, 0.01, pipeline.total_norm)
 
     def timed(work, *args):
         dist.barrier()

@@ -17,10 +17,8 @@ devices. With `--norm group` they don't, nor do they ever with loader workers or
 """
 # Processes: one drives all devices.
 
-import collections
 import contextlib
 import ctypes
-import importlib.util
 import io
 import itertools
 import json
@@ -32,9 +30,11 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 import tyro
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import profile, schedule, tensorboard_trace_handler
@@ -53,11 +53,12 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from torchvision.datasets import ImageFolder
-from torchvision.transforms import RandomResizedCrop
-from torchvision.utils import make_grid
+from torchvision.transforms import v2
+from torchvision.utils import draw_bounding_boxes, make_grid
 from tqdm import tqdm
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+LOST = re.compile("(?i)(?<!DataLoader )timed out|timeout|by peer|monitoredBarrier")  # gloo has no type for it
 RESNETS = [name for name in torchvision.models.list_models(torchvision.models) if "resne" in name]
 
 
@@ -77,7 +78,7 @@ class Training:
     label_smoothing: float = 0.0
     clip_grad_norm: float = 0.0  # 0: off
     norm: Literal["batch", "group", "sync"] = "batch"  # statistics per process, none, over all processes
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"  # bf16, fp16: autocast; fp16 scales the loss
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"  # bf16: by autocast
     on_bad_image: Literal["stop", "skip"] = "stop"  # a file that can't be decoded ends the run, or is left out
     seed: int = 0  # of weights, sample order and augmentation
 
@@ -88,12 +89,11 @@ class Config(Training):
 
     accumulate: int = 1  # micro-batches per optimizer step, when the batch doesn't fit into memory
     workers: int | None = None  # loader processes per rank; default: this rank's share of the cores, less one
-    channels_last: bool = False  # the memory format of tensor cores: use it with bf16 and fp16
+    channels_last: bool = False  # the memory format of tensor cores: use it with bf16
     compile: bool = False
     deterministic: bool = False  # bit-identical reruns on CUDA, slower
     eval_every: int = 1  # epochs; the end of the run is always evaluated
-    save_every: int = 0  # steps; 0: by time alone
-    save_every_seconds: float = 600.0  # 0: by steps alone
+    save_every: int = 500  # steps
     keep: int = 2  # checkpoints
     log_every: int = 10  # steps
     max_steps: int = 0  # end before the last epoch, on the same schedule; 0: don't
@@ -130,7 +130,6 @@ def parse(config_type: type[Config]) -> Config:
             raise
         reason = box.getvalue().partition("│ ───")[0].splitlines()[1:]
         raise Failure(" ".join(line.strip("│ ") for line in reason)) from None
-    config.image_size = config.image_size or (32 if config.data == "digits" else 224)
     for field in fields(config):
         value, option = getattr(config, field.name), field.name.replace("_", "-")
         least = 1 if field.name == "timeout" or field.type is int and field.default else 0
@@ -139,21 +138,19 @@ def parse(config_type: type[Config]) -> Config:
             raise Failure(f"--{option} {value}: must be at least {least}" + ", at most 1" * (most == 1))
     if config.export and not Path(config.export).absolute().parent.is_dir():
         raise Failure(f"--export {config.export}: its directory doesn't exist")
-    for option, value in (("norm", "sync"), ("dtype", "fp16")):
-        if getattr(config, option) == value and not torch.cuda.is_available():
-            raise Failure(f"--{option} {value}: needs CUDA, and there is no GPU here")
+    if config.norm == "sync" and not torch.cuda.is_available():
+        raise Failure("--norm sync: needs CUDA, and there is no GPU here")
+    config.image_size = config.image_size or (32 if config.data == "digits" else 224)
+    if config.workers is None:
+        config.workers = max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1, 0)
     return config
 
 
 def check_divides(batch_size: int, parts: int, meaning: str) -> None:
     """Raises Failure, naming the nearest sizes that fit, unless the batch divides into equal parts."""
     if batch_size % parts:
-        below = batch_size - batch_size % parts
-        fit = f"{below} or {below + parts}" if below else f"{parts}"
-        raise Failure(f"--batch-size {batch_size}: doesn't divide by {parts} ({meaning}); {fit} would")
-
-
-# ---- Processes
+        fit = [str(count * parts) for count in (batch_size // parts, batch_size // parts + 1) if count]
+        raise Failure(f"--batch-size {batch_size}: doesn't divide by {parts} ({meaning}); {' or '.join(fit)} would")
 
 
 def check_alone(world: int, recipe: str) -> None:
@@ -188,86 +185,33 @@ def setup_distributed(config: Config, device: torch.device) -> None:
     where = {"store": store, "rank": rank, "world_size": world}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # NCCL's watchdog ends a process without a word about who is missing: Agreement gives up first.
+        # NCCL's watchdog ends a process without a word about who is missing: Run gives up first.
         dist.init_process_group("nccl", timeout=2 * timeout, device_id=device, **where)
     else:
         dist.init_process_group("gloo", timeout=timeout, **where)
 
 
-class Agreement:
-    """Makes all ranks stop, or save, after the same step. A signal only raises a flag; every step reads what
-    the ranks raised a step ago and starts to reduce the flags of now, so that no step waits."""
-
-    def __init__(self, config: Config):
-        self.config, timeout = config, timedelta(seconds=config.timeout)
-        self.group = self.roll_call = dist.new_group(backend="gloo", timeout=timeout)  # never waits for a GPU
-        self.meet(timeout)
-        # To ask who is missing when a wait was in vain. The other ranks wait for rank 0 as long as the group allows.
-        self.roll_call = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
-        self.signal, self.stop, self.save, self.saved_at, self.work = 0, 0, False, time.monotonic(), None
-        for number in STOP_SIGNALS:
-            signal.signal(number, self.on_signal)
-
-    def on_signal(self, number: int, _frame) -> None:
-        self.signal = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait for the save
-
-    def meet(self, timeout: timedelta) -> None:
-        """Wait for all ranks. Raises Failure, which on rank 0 names those that are missing."""
-        try:
-            dist.monitored_barrier(self.roll_call, timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise Failure(f"lost touch with other processes: {error}", 1) from None
-
-    def exchange(self, unreadable: bool) -> None:
-        """Read the last flags and send new ones; one of them says that this rank met an unreadable image."""
-        self.settle()
-        due = dist.get_rank() == 0 and 0 < self.config.save_every_seconds < time.monotonic() - self.saved_at
-        self.saved_at = time.monotonic() if due else self.saved_at
-        fatal = unreadable and self.config.on_bad_image == "stop"
-        self.flags = torch.tensor([self.signal, fatal, due], dtype=torch.int32)
-        self.work = dist.all_reduce(self.flags, dist.ReduceOp.MAX, self.group, async_op=True)
-
-    def settle(self) -> None:
-        """Read the flags on their way. Raises Failure if a rank met an image that ends the run."""
-        if self.work:
-            self.work.wait()
-            self.work, (stop, fatal, due) = None, self.flags.tolist()
-            self.stop, self.save = max(self.stop, stop), self.save or bool(due)
-            if fatal:
-                raise Failure("")  # the loader worker that met it has said so
-
-    def on_rank_0(self, function, *arguments):
-        """Call a function on rank 0 and give its result, or its Failure, to every rank."""
-        answer = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                answer[0] = function(*arguments)
-            except Failure as failure:
-                answer[1] = failure
-        dist.broadcast_object_list(answer, src=0, group=self.group)
-        if answer[1]:
-            raise answer[1]
-        return answer[0]
+def on_rank_0(function, *arguments):
+    """What the function gives on rank 0, for every rank. If it fails there, the others lose rank 0 and end too."""
+    answer = [function(*arguments) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
 
 
-# ---- Data
-
-
-def build_data(config: Config, agreement: Agreement) -> tuple[list[str], "Images", "Images"]:
+def build_data(config: Config) -> tuple[list[str], "Images", "Images"]:
     """Class names, training and validation images."""
     if config.data == "synthetic":
-        classes, counts = [str(k) for k in range(1000)], (100_000, 1_000)
-        splits = [(np.arange(count), np.arange(count) % 1000) for count in counts]
+        classes = [str(k) for k in range(1000)]
+        splits = [(np.arange(count), np.arange(count) % 1000) for count in (100_000, 1_000)]
     elif config.data == "digits":  # 1797 handwritten digits of 8x8 pixels, of which every fifth validates
         # Read from where scikit-learn has them, as its import takes a second.
-        [package] = importlib.util.find_spec("sklearn").submodule_search_locations
+        [package] = find_spec("sklearn").submodule_search_locations
         table = np.loadtxt(Path(package, "datasets/data/digits.csv.gz"), delimiter=",")
-        pixels = np.repeat(np.uint8(table[:, :64] * 255 / 16).reshape(-1, 8, 8, 1), 3, axis=3)
-        val = np.arange(len(pixels)) % 5 == 4
-        classes, splits = list("0123456789"), [(pixels[part], table[part, 64].astype(int)) for part in (~val, val)]
+        pixels, labels = np.uint8(table[:, :64] * 255 / 16).reshape(-1, 8, 8), table[:, 64].astype(int)
+        val = np.arange(len(table)) % 5 == 4
+        classes, splits = list("0123456789"), [(pixels[part], labels[part]) for part in (~val, val)]
     else:
-        classes, splits = agreement.on_rank_0(scan, config.data)
+        classes, splits = on_rank_0(scan, config.data)
     return classes, Images(*splits[0], config, train=True), Images(*splits[1], config, train=False)
 
 
@@ -278,57 +222,47 @@ def scan(root: str) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
         train, val = splits = [ImageFolder(Path(root, split)) for split in ("train", "val")]
     except OSError as error:
         raise Failure(f"--data {root}: {error}") from None
-    if odd := set(train.classes) ^ set(val.classes):
-        odd = ", ".join(sorted(odd)[:5])
-        raise Failure(f"--data {root}: train and val must have the same classes; only one has {odd}")
+    if odd := sorted(set(train.classes) ^ set(val.classes)):
+        raise Failure(f"--data {root}: train and val must have the same classes; only one has {', '.join(odd[:5])}")
     return train.classes, [(np.array([os.fsencode(p) for p, _ in s.samples]), np.array(s.targets)) for s in splits]
 
 
 class Images:
-    """A list of (epoch, index) gives a batch: uint8 [n, 3, size, size], labels [n], how many can't be read.
+    """A list of (epoch, index) gives a batch: images, uint8 [n, 3, size, size], and labels, int64 [n].
 
     Crop and flip are drawn from (seed, epoch, index), so that an image looks the same whoever loads it. One
-    that can't be read has the label -1, which loss and accuracy ignore.
+    that can't be read is named and has the label -1, which loss and accuracy ignore.
     """
 
     def __init__(self, source: np.ndarray, labels: np.ndarray, config: Training, train: bool):
         self.source, self.labels, self.train = source, torch.from_numpy(labels), train
-        self.size, self.seed, self.digits = config.image_size, config.seed, config.data == "digits"
+        self.size, self.seed, digits = config.image_size, config.seed, config.data == "digits"
+        crop = (
+            v2.RandomResizedCrop(self.size, (0.6 if digits else 0.08, 1)),
+            v2.RandomHorizontalFlip(0.5 * (not digits)),
+        )
+        whole = v2.Resize(self.size if digits else round(self.size / 0.875)), v2.CenterCrop(self.size)
+        self.transform = v2.Compose([v2.PILToTensor(), *(crop if train else whole)])
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, int]:
+    def __getitem__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         images = torch.zeros(len(keys), 3, self.size, self.size, dtype=torch.uint8)
         labels = self.labels[[index for _, index in keys]]
         for slot, (epoch, index) in enumerate(keys):
             draw = np.random.SeedSequence((self.seed, epoch, index)).generate_state(1)
             torch.default_generator.manual_seed(int(draw[0]))
+            source = self.source[index]
             try:
-                images[slot] = self.load(self.source[index])
+                picture = Image.open(os.fsdecode(source)) if isinstance(source, bytes) else Image.fromarray(source)
+                if self.train:  # decodes a large JPEG at a half, a quarter or an eighth, for a fraction of the time
+                    picture.draft("RGB", (3 * self.size, 3 * self.size))
+                images[slot] = self.transform(picture.convert("RGB"))
             except Exception as error:  # a broken file makes PIL raise almost any type
                 labels[slot], reason = -1, str(error).partition(" <_io")[0]
-                print(f"cannot read {os.fsdecode(self.source[index])}: {reason}", file=sys.stderr, flush=True)
-        return images, labels, int((labels < 0).sum())
-
-    def load(self, source: np.ndarray | bytes) -> Tensor:
-        """Read, crop and resize. For training a JPEG is decoded at a half, a quarter or an eighth of its size if
-        that is enough: it spares most of the work, and moves the crop by half a pixel of that size at most."""
-        picture, scale = Image.fromarray(source) if self.digits else Image.open(os.fsdecode(source)), 1
-        if self.train:
-            area = (0.6 if self.digits else 0.08, 1)
-            box = RandomResizedCrop.get_params(picture, area, (3 / 4, 4 / 3))  # top, left, height, width
-            enough = [math.ceil(edge * self.size / min(box[2:])) for edge in picture.size]
-            full, draft = picture.width, picture.draft(None, enough)  # nothing unless it is a JPEG
-            scale = draft[1][2] / full if draft else 1
-        else:
-            side = round(min(picture.size) * (1 if self.digits else 0.875)) or 1
-            box = (picture.height - side) // 2, (picture.width - side) // 2, side, side
-        top, left, height, width = (round(edge * scale) for edge in box)
-        pixels = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
-        part = pixels[:, top : top + max(height, 1), left : left + max(width, 1)]
-        image = F.interpolate(part[None], (self.size, self.size), mode="bilinear", antialias=True)[0]
-        return image.flip(2) if self.train and not self.digits and torch.rand(()) < 0.5 else image
+                print(f"cannot read {os.fsdecode(source)}: {reason}", file=sys.stderr, flush=True)
+        return images, labels
 
 
 def train_batches(config: Config, images: int, start: int, stop: int, replica: int, replicas: int):
@@ -357,17 +291,14 @@ def build_loader(images: Images, batches, config: Config, device: torch.device):
         generator, size = torch.Generator().manual_seed(config.seed), (256, 3, images.size, images.size)
         noise = torch.randint(256, size, dtype=torch.uint8, generator=generator).to(device)
         indices = (torch.tensor([index for _, index in batch], dtype=torch.int64) for batch in batches)
-        return ((noise[index % 256], images.labels[index], 0) for index in indices)
-    workers = config.workers
-    if workers is None:
-        workers = max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1, 0)
+        return ((noise[index % 256], images.labels[index]) for index in indices)
     return DataLoader(
         images,
         batch_size=None,  # the sampler gives whole batches, and Images loads them
         sampler=batches,
-        num_workers=workers,
+        num_workers=config.workers,
         worker_init_fn=start_worker,
-        timeout=config.timeout if workers else 0,
+        timeout=config.timeout if config.workers else 0,
         pin_memory=device.type == "cuda",
     )
 
@@ -385,9 +316,6 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-# ---- Model
-
-
 def build_model(config: Config, classes: int, device: torch.device) -> nn.Module:
     torch.manual_seed(config.seed)
     norm = (lambda channels: nn.GroupNorm(32, channels)) if config.norm == "group" else None
@@ -400,9 +328,7 @@ def build_model(config: Config, classes: int, device: torch.device) -> nn.Module
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Where it is on, torch computes in half precision what is safe in it."""
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.dtype)
-    return torch.autocast(device.type, half, enabled=half is not None)
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16")
 
 
 class Replica(nn.Module):
@@ -444,24 +370,19 @@ def learning_rate(config: Config, epoch: float) -> float:
     return config.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def optimizer_step(config: Config, model, optimizer, scaler, rate: float, total_norm=nn.utils.get_total_norm) -> Tensor:
-    """Unscale, clip, step, and clear the gradients; returns their norm before clipping."""
-    scaler.unscale_(optimizer)
+def optimizer_step(config: Config, model, optimizer, rate: float, total_norm=nn.utils.get_total_norm) -> Tensor:
+    """Clip, step, and clear the gradients; returns their norm before clipping."""
     norm = total_norm([p.grad for p in model.parameters()])
     if config.clip_grad_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), config.clip_grad_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    scaler.step(optimizer)
-    scaler.update()
+    optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
-# ---- Run directory
-
-
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> dict:
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """The whole state in CPU memory, under torchvision's names: the same format for every strategy."""
     if dist.get_rank() != 0:
         return {}
@@ -469,13 +390,11 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.a
     return {
         "model": {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()},
         "momentum": {name: tensor.to("cpu", copy=True) for name, tensor in momentum.items() if tensor is not None},
-        "scaler": scaler.state_dict(),
     }
 
 
-def restore(state: dict, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+def restore(state: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.load_state_dict(state["model"])
-    scaler.load_state_dict(state["scaler"])
     for name, p in model.named_parameters():
         if name in state["momentum"]:
             optimizer.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(state["momentum"][name])
@@ -494,10 +413,6 @@ def write_file(path: Path, write) -> None:
     os.close(directory)
 
 
-def write_json(path: Path, value: dict) -> None:
-    write_file(path, lambda file: file.write(json.dumps(value, indent=1).encode() + b"\n"))
-
-
 def open_run(config: Config) -> tuple[Path, dict]:
     """The run directory, and the newest checkpoint in it that loads ({} for a new run).
 
@@ -506,89 +421,105 @@ def open_run(config: Config) -> tuple[Path, dict]:
     # By default the start of torchrun names the run: a worker that torchrun restarts must find it again.
     starter = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None)
     started = f"{datetime.fromtimestamp(starter.create_time()):%Y%m%d-%H%M%S}-{starter.pid}"
-    run, state, problems = Path("runs", config.name or os.environ.get("SLURM_JOB_ID") or started), {}, []
-    paths = sorted(run.glob("step_*.pt"), reverse=True)
-    if not paths and config.resume != "auto":
-        paths = [Path(config.resume)]
-    for path in paths:
+    run, state = Path("runs", config.name or os.environ.get("SLURM_JOB_ID") or started), {}
+    paths = sorted(run.glob("step_*.pt"), reverse=True) or [Path(config.resume)] * (config.resume != "auto")
+    for path, older in itertools.zip_longest(paths, paths[1:]):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             pairs = {f.name: (state["config"][f.name], getattr(config, f.name)) for f in fields(Training)}
         except Exception as error:  # a damaged file makes torch.load raise almost any type
-            problems.append(f"cannot load {path}: {str(error).splitlines()[0]}")
+            problem = f"cannot load {path}: {str(error).splitlines()[0]}"
+            if not older:
+                raise Failure(problem) from None
+            print(f"{problem}; going on from {older}", file=sys.stderr)
             continue
         changed = [f"--{k.replace('_', '-')} {old}, not {new}" for k, (old, new) in pairs.items() if old != new]
         if changed:
             raise Failure(f"{path} is of a run with {'; '.join(changed)}: change it back or take another --name")
         break
-    else:
-        if problems:
-            raise Failure(problems[0])
-    for problem in problems:
-        print(f"{problem}; going on from {path}", file=sys.stderr)
     try:
         run.mkdir(parents=True, exist_ok=True)
-        write_json(run / "config.json", vars(config))
+        write_file(run / "config.json", lambda file: file.write(json.dumps(vars(config), indent=1).encode()))
     except OSError as error:
         raise Failure(f"cannot write to the run directory {run}: {error.strerror}") from None
     return run, state
 
 
 class Run:
-    """Where a run stands, and what it leaves: console, TensorBoard events, checkpoints, status.json.
+    """Where a run stands, whether it must stop, and what it leaves: console, TensorBoard, checkpoints, status.json.
 
     All ranks call its methods alike; rank 0 writes.
     """
 
-    def __init__(self, config: Config, agreement: Agreement, device: torch.device, images: int):
-        self.config, self.agreement, self.leader = config, agreement, dist.get_rank() == 0
+    def __init__(self, config: Config, device: torch.device, images: int):
+        self.config, self.leader = config, dist.get_rank() == 0
         self.device, self.devices = device, [device]  # of the model's input; whose peak memory is logged
         self.steps_per_epoch = images // config.batch_size
         if not self.steps_per_epoch:
             raise Failure(f"--batch-size {config.batch_size}: there are only {images} training images")
-        self.path, self.state = agreement.on_rank_0(open_run, config)
+        self.path, self.state = on_rank_0(open_run, config)
         self.step = self.first = self.state.get("step", 0)
         self.last = max(self.step, min(config.epochs * self.steps_per_epoch, config.max_steps or math.inf))
         self.evaluated, self.result = self.state.get("evaluated", 0), self.state.get("result", "")
-        self.saved = self.step, self.evaluated
-        self.rows, self.pending, self.memory = self.state.get("rows", []), [], [0.0]
-        self.began, self.spent = time.perf_counter(), collections.Counter()
-        self.logged = self.step, self.began, self.spent.copy()
-        self.saver, self.saving = ThreadPoolExecutor(1), None
-        self.digits = 16 if config.dtype == "fp64" else 5
+        self.saved, self.saving, self.saver = (self.step, self.evaluated), None, ThreadPoolExecutor(1)
+        # Since the last log line; those of a checkpoint were summed over the ranks, and so count on one of them.
+        self.rows = [torch.tensor(row, device=device).double() * self.leader for row in self.state.get("rows", [])]
+        self.spent, self.memory, self.began = Counter(), [0.0], time.perf_counter()
+        self.logged, self.digits = (self.step, self.began, Counter()), 16 if config.dtype == "fp64" else 5
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))  # waits for no GPU
+        # To ask who is missing when a wait was in vain; the others wait for rank 0 as long as the group allows.
+        self.roll_call = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+        self.signal, self.stop, self.work = 0, 0, None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, _frame) -> None:
+        self.signal = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait for the save
+
+    def must_stop(self) -> bool:
+        """Whether a rank had a signal before its last call, so that all stop after the same step. Reads the flags
+        that were sent then and sends those of now: no step waits for another rank."""
+        if self.work:
+            self.work.wait()
+            self.stop = max(self.stop, int(self.flag))
+        self.flag = torch.tensor(self.signal)
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, async_op=True)
+        return self.stop > 0
 
     @contextlib.contextmanager
     def logging(self, facts: dict[str, str]):
         """Say what runs where, and keep events and status.json open until the run ends, one way or another."""
         self.say("\n".join(f"{name:13}{fact}" for name, fact in facts.items()))
+        trace = contextlib.nullcontext()
         if self.leader:
-            new = self.step == 0 or not any(self.path.glob("events.*"))
             # purge_step hides what a killed run logged beyond the step where this one begins.
             self.writer = SummaryWriter(self.path, purge_step=self.step + 1 if self.step else 0)
-            self.bar = tqdm(initial=self.step, total=self.last, unit="step", disable=None)
-            options = {name: value for name, value in vars(self.config).items() if value is not None}
-            if new:
-                self.writer.add_text("config", "\n".join(f"    {name}: {options[name]}" for name in options), 0)
-                for summary in hparams(options, {"eval/top1": 0, "eval/loss": 0}):
-                    self.writer.file_writer.add_summary(summary, 0)  # add_hparams would make a run of its own
+            self.bar = tqdm(initial=self.step, total=self.last, unit="step", disable=None)  # only on a terminal
+            options = vars(self.config)
+            self.writer.add_text("config", "\n".join(f"    {name}: {options[name]}" for name in options), self.step)
+            for summary in hparams(options, {"eval/top1": 0, "eval/loss": 0}):
+                self.writer.file_writer.add_summary(summary, self.step)  # add_hparams would make a run of its own
+            if self.config.profile:
+                steps = schedule(skip_first=2, wait=0, warmup=1, active=3, repeat=1)
+                trace = profile(schedule=steps, on_trace_ready=tensorboard_trace_handler(self.path))
         self.status("running")
-        steps = schedule(skip_first=2, wait=0, warmup=1, active=3, repeat=1)
-        trace = contextlib.nullcontext()
-        if self.leader and self.config.profile:
-            trace = profile(schedule=steps, on_trace_ready=tensorboard_trace_handler(self.path))
         try:
             with trace as self.profiler:
                 yield
         except BaseException as error:
             self.status("failed", str(error))
-            if re.search("(?i)timed out|timeout|by peer", str(error)):  # gloo has no type for it
-                self.agreement.meet(timedelta(seconds=5))
+            if LOST.search(str(error)):  # this names the ranks that don't answer
+                dist.monitored_barrier(self.roll_call, timedelta(seconds=5), wait_all_ranks=True)
             raise
         finally:
             if self.leader:
                 self.bar.close()
                 self.writer.close()
             self.saver.shutdown()
+
+    def is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.last
 
     def say(self, text: str) -> None:
         if self.leader:
@@ -599,7 +530,7 @@ class Run:
         """For job scripts, as torchrun doesn't pass on the exit code of a recipe."""
         facts = {"status": status, "step": self.step, "started_at_step": self.first, "reason": reason}
         if self.leader:
-            write_json(self.path / "status.json", facts)
+            write_file(self.path / "status.json", lambda file: file.write(json.dumps(facts).encode()))
 
     @contextlib.contextmanager
     def timed(self, what: str):
@@ -607,60 +538,55 @@ class Run:
         yield
         self.spent[what] += time.perf_counter() - began
 
-    def fetch(self, batches) -> list[tuple[Tensor, Tensor]]:
-        """The micro-batches of the next step; `agreement.stop` then says whether it is still to be done."""
-        with self.timed("data"):
-            micro_batches = list(itertools.islice(batches, self.config.accumulate))
-        if self.leader and not self.step:
-            self.writer.add_image("train/input", make_grid(micro_batches[0][0][:64]), 0)
-        self.agreement.exchange(any(unreadable for *_, unreadable in micro_batches))
-        return [(images, labels) for images, labels, _ in micro_batches]
-
     def advance(self, rate: float, sums: Tensor, norm: Tensor) -> None:
         """Count a step. This rank's sums of loss, hits and images, and the gradient norm, stay on the device
         until the next log line or checkpoint: to read them in every step would stall it."""
         self.step += 1
-        self.pending.append(torch.cat([sums, norm[None] / dist.get_world_size()]).double())
+        self.rows.append(torch.cat([sums, norm[None] / dist.get_world_size()]).double())
         if self.leader:
             self.bar.update()
         if self.profiler:
             self.profiler.step()
-        if self.step % self.config.log_every == 0 or self.step == self.last:
+        if self.is_due(self.config.log_every):
             self.log(rate)
 
-    def reduce(self) -> list[list[float]]:
-        """The rows since the last log, summed over ranks. In float64 a sum of few float32 is exact: it doesn't
-        show where a restart cut the interval. Raises Failure where a loss is not finite."""
-        if self.pending:
-            table = torch.stack(self.pending)
-            dist.all_reduce(table)
-            self.rows, self.pending = self.rows + table.tolist(), []
-            for back, (loss, *_, norm) in enumerate(reversed(table.tolist())):
-                if not math.isfinite(loss) or not (math.isfinite(norm) or self.config.dtype == "fp16"):
-                    what = f"loss {loss:.4g}, gradient norm {norm:.4g} in step {self.step - back}"
-                    raise Failure(f"{what}; the newest checkpoint is of step {self.saved[0]}; try a lower --lr", 3)
-        return self.rows
+    def sum_rows(self) -> list[list[float]]:
+        """The rows since the last log line, summed over ranks. In float64 a sum of few float32 is exact: it doesn't
+        show where a restart cut the interval. Raises Failure where a loss is not finite or an image is missing."""
+        table = torch.stack([torch.zeros(4, dtype=torch.float64, device=self.device), *self.rows])
+        dist.all_reduce(table)
+        rows = table[1:].tolist()
+        for step, (loss, _, images, norm) in enumerate(rows, self.step + 1 - len(rows)):
+            self.check_readable(self.config.batch_size - images)
+            if not math.isfinite(loss + norm):
+                what = f"loss {loss:.4g}, gradient norm {norm:.4g} in step {step}"
+                raise Failure(f"{what}; the newest checkpoint is of step {self.saved[0]}; try a lower --lr", 3)
+        return rows
+
+    def check_readable(self, missing: float) -> None:
+        if missing and self.config.on_bad_image == "stop":
+            raise Failure(f"{missing:.0f} images can't be read; --on-bad-image skip would leave them out")
 
     def log(self, rate: float) -> None:
-        loss, hits, images, norm = (sum(column) for column in zip(*self.reduce(), strict=True))
-        count, (step, began, before), now = len(self.rows), self.logged, time.perf_counter()
-        self.rows, self.logged, spent = [], (self.step, now, self.spent.copy()), self.spent - before
+        loss, hits, images, norms = map(sum, zip(*self.sum_rows(), strict=True))
+        norm, self.rows = norms / len(self.rows), []
+        (step, began, before), now = self.logged, time.perf_counter()
+        self.logged, steps, spent = (self.step, now, self.spent.copy()), self.step - step, self.spent - before
         elapsed = now - began - spent["evaluation"] - spent["checkpoint"]
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peaks = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else host for d in self.devices]
-        ranks = torch.zeros(dist.get_world_size(), 1 + len(peaks), dtype=torch.float64, device=self.device)
-        ranks[dist.get_rank()] = torch.tensor([spent["data"] + spent["forward"], *(peak / 2**30 for peak in peaks)])
-        dist.all_reduce(ranks)
-        own, self.memory = ranks[:, 0].tolist(), ranks[:, 1:].flatten().tolist()
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (spent["data"] + spent["forward"], peaks), self.group)
+        busy, self.memory = [own for own, _ in ranks], [peak / 2**30 for _, peaks in ranks for peak in peaks]
         scalars = {
             "train/loss": loss / max(images, 1),
             "train/accuracy": hits / max(images, 1),
             "train/learning_rate": rate,
-            "train/gradient_norm": norm / count,
-            "speed/images_per_second": (self.step - step) * self.config.batch_size / elapsed,
-            "speed/step_ms": 1000 * elapsed / (self.step - step),
+            "train/gradient_norm": norm,
+            "speed/images_per_second": steps * self.config.batch_size / elapsed,
+            "speed/step_ms": 1000 * elapsed / steps,
             "speed/data_wait_fraction": spent["data"] / elapsed,
-            "speed/slowest_over_fastest_rank": max(own) / min(own),
+            "speed/slowest_over_fastest_rank": max(busy) / min(busy),
         }
         self.scalars({**scalars, **{f"memory/device_{k}_gib": gib for k, gib in enumerate(self.memory)}})
         line = "loss {train/loss:.{d}g}  accuracy {train/accuracy:.4f}  {speed/images_per_second:.0f} images/s"
@@ -674,18 +600,10 @@ class Run:
         for tag, value in values.items() if self.leader else ():
             self.writer.add_scalar(tag, value, self.step)
 
-    def log_evaluation(self, loss: float, top1: int, top5: int, images: int, wrong: list[Tensor]) -> None:
-        self.evaluated, self.result = self.step, f"top-1 {100 * top1 / images:.2f} % ({top1:.0f}/{images:.0f})"
-        self.say(f"step {self.step}/{self.last}  evaluation: loss {loss / images:.{self.digits}g}, {self.result}")
-        self.scalars({"eval/loss": loss / images, "eval/top1": top1 / images, "eval/top5": top5 / images})
-        if wrong:
-            self.writer.add_image("eval/wrong", make_grid(wrong, nrow=4), self.step)
-
     def save(self, state: dict) -> None:
         """Write a checkpoint from a thread, while training goes on."""
-        self.agreement.settle()
-        facts = {"step": self.step, "evaluated": self.evaluated, "result": self.result, "rows": self.reduce()}
-        self.saved, self.agreement.save = (self.step, self.evaluated), False
+        facts = {"step": self.step, "evaluated": self.evaluated, "result": self.result, "rows": self.sum_rows()}
+        self.saved = self.step, self.evaluated
         if self.leader:
             self.writer.flush()
             if self.saving:
@@ -699,18 +617,17 @@ class Run:
             old.unlink()
 
     def finish(self, state: dict) -> None:
-        """Write the last checkpoint, wait until it is safe, and say how the run ended."""
+        """Wait until the last checkpoint is safe, and say how the run ended."""
         with self.timed("checkpoint"):
-            if self.saved != (self.step, self.evaluated):
-                self.save(state)
             if self.saving:
                 self.saving.result()
         if not self.evaluated == self.step == self.last:
-            reason = signal.Signals(self.agreement.stop).name
+            reason = signal.Signals(self.stop).name
             self.status("stopped", reason)
             self.say(f"stopped by {reason} after step {self.step}; --name {self.path.name} goes on from there")
             return
-        self.export(state)
+        if self.leader and self.config.export:
+            write_file(Path(self.config.export), lambda file: torch.save(state["model"], file))
         self.status("finished")
         total = time.perf_counter() - self.began
         parts = {what: self.spent[what] for what in ("data", "evaluation", "checkpoint")}
@@ -718,22 +635,14 @@ class Run:
         self.say(f"finished after step {self.step}: {self.result}; at most {max(self.memory):.2f} GiB per device")
         self.say(f"{total:.1f} s: " + ", ".join(f"{what} {100 * t / total:.1f} %" for what, t in parts.items()))
 
-    def export(self, state: dict) -> None:
-        if self.leader and self.config.export:
-            write_file(Path(self.config.export), lambda file: torch.save(state["model"], file))
-
-
-# ---- Training
-
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches, classes: list[str], run: Run) -> None:
+def evaluate(model: nn.Module, batches, total: int, classes: list[str], run: Run) -> None:
     """Loss and accuracy over every validation image once, unless the run is told to stop meanwhile."""
     sums, wrong = torch.zeros(4, dtype=torch.float64, device=run.device), []
     model.eval()
-    for images, labels, unreadable in batches:
-        run.agreement.exchange(unreadable > 0)
-        if run.agreement.stop:
+    for images, labels in batches:
+        if run.must_stop():
             break
         with autocast(run.config, run.device):
             logits = model(to_input(images, run.config, run.device))
@@ -744,21 +653,23 @@ def evaluate(model: nn.Module, batches, classes: list[str], run: Run) -> None:
         sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), known.sum()]).to(run.device)
         if run.leader and len(wrong) < 16:
             for k in (known & ~hits[:, 0]).nonzero().flatten().tolist()[: 16 - len(wrong)]:
-                wrong.append(caption(images[k], f"{classes[labels[k]]} taken for {classes[best[k, 0]]}"))
+                picture = F.interpolate(images[k : k + 1].cpu(), 128)[0]
+                text = f"{classes[labels[k]]} taken for {classes[best[k, 0]]}"
+                wrong.append(draw_bounding_boxes(picture, torch.zeros(1, 4), [text], colors="yellow"))
     model.train()
-    run.agreement.settle()
-    if not run.agreement.stop:
-        dist.all_reduce(sums)
-        run.log_evaluation(*sums.tolist(), wrong)
+    if run.stop:
+        return
+    dist.all_reduce(sums)
+    loss, top1, top5, images = sums.tolist()
+    run.check_readable(total - images)
+    run.evaluated, run.result = run.step, f"top-1 {100 * top1 / images:.2f} % ({top1:.0f}/{images:.0f})"
+    run.say(f"step {run.step}/{run.last}  evaluation: loss {loss / images:.{run.digits}g}, {run.result}")
+    run.scalars({"eval/loss": loss / images, "eval/top1": top1 / images, "eval/top5": top5 / images})
+    if wrong:
+        run.writer.add_image("eval/wrong", make_grid(wrong, nrow=4), run.step)
 
 
-def caption(image: Tensor, text: str) -> Tensor:
-    picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).resize((128, 128))
-    ImageDraw.Draw(picture).text((3, 1), text, fill="yellow", stroke_fill="black", stroke_width=1)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-
-
-def train(config: Config) -> None:
+def train(config: Replicated) -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     check_alone(world, "ddp_resnet.py")
     devices = find_devices(config.devices, "cpu")
@@ -771,17 +682,11 @@ def train(config: Config) -> None:
         raise Failure("--norm sync: works between processes, and here is one; use ddp_resnet.py")
     check_divides(config.batch_size, count * config.accumulate, f"{count} devices x --accumulate {config.accumulate}")
     setup_distributed(config, device)
-    agreement = Agreement(config)
-    classes, train_images, val_images = build_data(config, agreement)
-    run = Run(config, agreement, device, len(train_images))
+    classes, train_images, val_images = build_data(config)
+    run = Run(config, device, len(train_images))
     run.devices = devices
-    if run.evaluated == run.step >= run.last:
-        run.say(f"{run.path} is finished, after step {run.step}: {run.result}")
-        run.export(run.state)
-        return
     model = build_model(config, len(classes), device)
     optimizer = build_optimizer(config, model)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "fp16")
     replicas = nn.DataParallel(Replica(model, config), devices) if count > 1 else model
 
     def micro_step(images: Tensor, labels: Tensor) -> Tensor:
@@ -790,23 +695,15 @@ def train(config: Config) -> None:
         with run.timed("forward"), autocast(config, device):
             logits = replicas(to_input(images, config, device))
         loss = sum_loss(logits, labels, config)
-        scaler.scale(loss / config.batch_size).backward()
+        (loss / config.batch_size).backward()
         return torch.stack([loss.detach(), (logits.argmax(1) == labels).sum(), (labels >= 0).sum()])
 
     if run.state:
-        restore(run.state, model, optimizer, scaler)
-    share = config.batch_size // count // config.accumulate
-
-    def evaluate_if_due() -> None:
-        every = config.eval_every * run.steps_per_epoch
-        if run.evaluated < run.step and (run.step == run.last or run.step % every == 0):
-            with run.timed("evaluation"):
-                batches = eval_batches(config, len(val_images), dist.get_rank(), world)
-                evaluate(replicas, build_loader(val_images, batches, config, device), classes, run)
+        restore(run.state, model, optimizer)
 
     batches = train_batches(config, len(train_images), run.step, run.last, dist.get_rank(), world)
     loader = iter(build_loader(train_images, batches, config, device))
-    million = sum(p.numel() for p in model.parameters()) / 1e6
+    share, million = config.batch_size // count // config.accumulate, sum(p.numel() for p in model.parameters()) / 1e6
     facts = {
         "model": f"{config.arch}, {million:.1f} M parameters, {config.norm} norm, {config.dtype}",
         "devices": f"{', '.join(map(str, devices))}, {torch.get_num_threads()} threads",
@@ -818,21 +715,28 @@ def train(config: Config) -> None:
     better = f"torchrun --nproc_per_node={count} recipes/ddp_resnet.py"
     print(f"DataParallel is the legacy way, slower and uneven in memory; better: {better}", file=sys.stderr)
     with run.logging(facts):
-        evaluate_if_due()  # a stop may have cut it short
-        while run.step < run.last:
-            micro_batches = run.fetch(loader)
-            if agreement.stop:
-                break
-            sums = sum(micro_step(*batch) for batch in micro_batches)
-            rate = learning_rate(config, (run.step + 0.5) / run.steps_per_epoch)
-            run.advance(rate, sums, optimizer_step(config, model, optimizer, scaler, rate))
-            evaluate_if_due()
-            if agreement.save or config.save_every and run.step % config.save_every == 0:
+        while True:
+            if run.is_due(config.eval_every * run.steps_per_epoch) and run.evaluated < run.step:
+                batches = eval_batches(config, len(val_images), dist.get_rank(), world)
+                loaded = build_loader(val_images, batches, config, device)
+                with run.timed("evaluation"):
+                    evaluate(replicas, loaded, len(val_images), classes, run)
+            if (run.stop or run.is_due(config.save_every)) and run.saved != (run.step, run.evaluated):
                 with run.timed("checkpoint"):
-                    run.save(snapshot(model, optimizer, scaler))
-        run.finish(snapshot(model, optimizer, scaler))
+                    run.save(snapshot(model, optimizer))
+            if run.stop or run.step == run.last:
+                break
+            with run.timed("data"):
+                micro_batches = list(itertools.islice(loader, config.accumulate))
+            if run.leader and run.step == 0:
+                run.writer.add_image("train/input", make_grid(micro_batches[0][0][:64]), 0)
+            if not run.must_stop():
+                sums = sum(micro_step(*batch) for batch in micro_batches)
+                rate = learning_rate(config, (run.step + 0.5) / run.steps_per_epoch)
+                run.advance(rate, sums, optimizer_step(config, model, optimizer, rate))
         if count > 1:
             run.say(f"{device} held {run.memory[0] - max(run.memory[1:]):.2f} GiB more than any other device")
+        run.finish(snapshot(model, optimizer))
 
 
 @record
@@ -842,14 +746,14 @@ def main(config_type: type[Config]) -> None:
     code = 0
     try:
         train(parse(config_type))
-    except Failure as failure:
-        code = failure.code
-        if os.environ.get("RANK", "0") != "0":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if code != 1:  # where all ranks fail alike, rank 0 must speak before torchrun ends it for our sake
-                time.sleep(5)
-        elif str(failure):
-            print(f"{Path(__file__).name}: {failure}", file=sys.stderr, flush=True)
+    except (Failure, RuntimeError) as error:
+        if not isinstance(error, Failure) and not LOST.search(str(error)):
+            raise
+        code = error.code if isinstance(error, Failure) else 1
+        if os.environ.get("RANK", "0") != "0":  # where all ranks fail alike, torchrun must let rank 0 speak first
+            time.sleep(5 if code > 1 else 0)
+        elif str(error):
+            print(f"{Path(__file__).name}: {error}", file=sys.stderr, flush=True)
     finally:  # loader workers ignore the SIGTERM of multiprocessing's own clean-up, which would wait for ever
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # Python's handlers end before the process does

@@ -41,7 +41,7 @@ CASES = {
     "--name taken --lr 0.1": "--lr 0.05, not 0.1",
     "--name taken --seed 1 --batch-size 30": "24, not 30; --seed 0, not 1",
     "--norm sync": "CUDA",
-    "--dtype fp16": "CUDA",
+    "--dtype fp16": "fp16",
     "--epochs 0": "--epochs 0",
     "--lr -0.1": "--lr -0.1",
     "--lr nan": "--lr nan",

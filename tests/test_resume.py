@@ -68,7 +68,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(tmp_path, processes, log_e
         assert ends[0][part].keys() == ends[1][part].keys()
         differ = [name for name in ends[0][part] if not torch.equal(ends[0][part][name], ends[1][part][name])]
         assert not differ, f"{part}: {differ}"
-    for part in ("scaler", "step", "evaluated", "result", "rows"):
+    for part in ("step", "evaluated", "result", "rows"):
         assert ends[0][part] == ends[1][part]
     curves = scalars(one), scalars(other)
     assert curves[0].keys() == curves[1].keys()
