@@ -6,22 +6,14 @@ import re
 import subprocess
 import time
 
+import psutil
 import pytest
 import torch
-from conftest import ROOT, need, run, start
+from conftest import ROOT, need, run, start, wait_until
 
 DDP = ROOT / "recipes/ddp_resnet.py"
 HEAD, PEER = "10.213.7.1", "10.213.7.2"
 MODEL = "--data digits --arch resnet18 --image-size 16 --batch-size 32 --lr 0.01 --norm group --log-every 1"
-WORKER = """
-import os
-import torch.distributed as dist
-dist.init_process_group("gloo")
-everyone = [None] * dist.get_world_size()
-dist.all_gather_object(everyone, (os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"]))
-print("together: " + str(everyone) + "\\n", end="", flush=True)
-dist.destroy_process_group()
-"""
 
 
 def ip(*words):
@@ -70,18 +62,6 @@ def hosts():
         yield hosts
 
 
-@pytest.mark.parametrize("first", [HEAD, PEER])
-def test_nodes_meet_whichever_is_first(hosts, tmp_path, first):
-    (tmp_path / "worker.py").write_text(WORKER)
-    with hosts.launch(tmp_path, first, "worker.py") as one:
-        time.sleep(1.5)
-        with hosts.launch(tmp_path, PEER if first == HEAD else HEAD, "worker.py") as two:
-            for job in (one, two):
-                done = job.wait(90)
-                assert done.returncode == 0, done.stderr
-                assert done.stdout == f"together: {[('cable', HEAD)] * 2}\n"
-
-
 @pytest.mark.parametrize(
     ("here", "message"),
     [
@@ -90,7 +70,7 @@ def test_nodes_meet_whichever_is_first(hosts, tmp_path, first):
     ],
 )
 def test_node_that_is_alone_says_who_is_missing(hosts, tmp_path, here, message):
-    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "worker.py").touch()
     begun = time.monotonic()
     with hosts.launch(tmp_path, here, "--wait", "3", "worker.py") as job:
         done = job.wait(20)
@@ -99,8 +79,24 @@ def test_node_that_is_alone_says_who_is_missing(hosts, tmp_path, here, message):
     assert re.fullmatch(rf"launch.sh: {message}.*\n", done.stderr)
 
 
+@contextlib.contextmanager
+def on_both(hosts, folder, first, *words):
+    """The jobs of the head and of its peer, one of them a little later; their workers meet at the head, by cable."""
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for host in (first, PEER if first == HEAD else HEAD):
+            jobs[host] = stack.enter_context(hosts.launch(folder, host, *words))
+            time.sleep(1.5)
+        for job in jobs.values():
+            (worker,) = wait_until(lambda job=job: [p for p, line in job.processes().items() if " -u " in line], 60)
+            given = psutil.Process(worker).environ()
+            assert (given["GLOO_SOCKET_IFNAME"], given["MASTER_ADDR"], given["WORLD_SIZE"]) == ("cable", HEAD, "2")
+        yield jobs[HEAD], jobs[PEER]
+
+
 @pytest.mark.timeout(400)
-def test_cut_link_ends_both_sides_and_the_run_resumes(hosts, tmp_path):
+def test_nodes_meet_and_a_cut_link_ends_both_and_the_run_resumes(hosts, tmp_path):
+    """Whichever node is first: the head at the start, its peer when the run goes on."""
     options = [*MODEL.split(), "--workers", "0", "--max-steps", "16", "--export", "weights.pt"]
     whole = tmp_path / "undisturbed"
     whole.mkdir()
@@ -108,21 +104,21 @@ def test_cut_link_ends_both_sides_and_the_run_resumes(hosts, tmp_path):
     assert done.returncode == 0, done.stderr
 
     command = ["--wait", "15", DDP, *options, "--name", "cut", "--save-every", "4", "--timeout", "10"]
-    with hosts.launch(tmp_path, HEAD, *command) as head, hosts.launch(tmp_path, PEER, *command) as peer:
+    with on_both(hosts, tmp_path, HEAD, *command) as jobs:
         # Rank 0, which alone writes, is on the node whose address comes first in the alphabet.
-        head.wait_for("step 5/", 120)
+        jobs[0].wait_for("step 5/", 120)
         hosts.cable("down")
         try:
             begun = time.monotonic()
-            for job in (head, peer):
+            for job in jobs:
                 done = job.wait(120)
                 assert done.returncode != 0
                 assert re.search(r"(?i)timed? ?out|monitoredBarrier", done.stderr)
             assert time.monotonic() - begun < 120
         finally:
             hosts.cable("up")
-    with hosts.launch(tmp_path, HEAD, *command) as head, hosts.launch(tmp_path, PEER, *command) as peer:
-        ends = [job.wait(120) for job in (head, peer)]
+    with on_both(hosts, tmp_path, PEER, *command) as jobs:
+        ends = [job.wait(120) for job in jobs]
     assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
     started = int(re.search(r"(?m)^steps +(\d+) to", ends[0].stdout + ends[1].stdout)[1])
     assert started >= 4
