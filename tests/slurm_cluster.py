@@ -194,12 +194,12 @@ class Cluster:
     def idle(self, timeout=30):
         wait_until(lambda: set(self.node_states().values()) == {"idle"}, timeout, "all nodes to be idle again")
 
-    def sbatch(self, cwd, *args, env=None, timeout=60):
+    def sbatch(self, cwd, *args, env=None):
         """Submit a script with options before it; gives a BatchJob, whose processes carry a mark."""
         mark = uuid.uuid4().hex
         options = ["--parsable", "--cpus-per-task=2", "--time=10", f"--output={cwd}/%j.log"]
         env = {MARK: mark, "CHECKOUT": str(ROOT), **(env or {})}
-        done = self.call("sbatch", *options, *args, cwd=cwd, env=env, timeout=timeout)
+        done = self.call("sbatch", *options, *args, cwd=cwd, env=env)
         return BatchJob(self, done.stdout.strip().split(";")[0], cwd, mark)
 
     def kill_node(self, node):

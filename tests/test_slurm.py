@@ -17,7 +17,7 @@ from training import events, scalars
 
 SCRIPT = ROOT / "slurm/train.sbatch"
 DDP = ROOT / "recipes/ddp_resnet.py"
-SMALL = {"data": "digits", "arch": "resnet18", "image-size": 16, "batch-size": 32, "norm": "group", "lr": 0.01}
+SMALL = {"data": "digits", "arch": "resnet18", "image-size": 16, "batch-size": 16, "norm": "group", "lr": 0.01}
 MODEL = [str(word) for option, value in SMALL.items() for word in (f"--{option}", value)] + ["--log-every", "1"]
 # One thread, as the number of threads changes the order of additions and with it the last bits.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -69,7 +69,7 @@ def assert_equal(ours, theirs, tolerance=0.0):
 FP64 = [*MODEL, "--dtype", "fp64", "--workers", "0", "--max-steps", "3"]
 RECIPES = {  # nodes, GPUs per node
     "ddp_resnet.py": (2, 2),
-    "fsdp_resnet.py": (2, 2),
+    "fsdp_resnet.py": (2, 1),
     "pp_resnet.py": (2, 1),
     "mp_resnet.py": (1, 2),
     "dp_resnet.py": (1, 2),
@@ -78,20 +78,19 @@ RECIPES = {  # nodes, GPUs per node
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The weights of plain torchrun on one node; all strategies compute the same."""
+    """The weights of a single process; all strategies compute the same."""
     folder = tmp_path_factory.mktemp("expected")
-    torchrun = ["torchrun", "--standalone", "--nproc_per_node=2", DDP]
-    done = run([*torchrun, *FP64, "--export", folder / "weights.pt"], folder, env=ONE_THREAD)
+    done = run([sys.executable, DDP, *FP64, "--export", folder / "weights.pt"], folder, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     return weights(folder / "weights.pt")
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if (ROOT / "recipes" / name).exists()])
-def test_recipe_ends_with_the_weights_of_one_node(cluster, tmp_path, expected, recipe):
+def test_recipe_ends_with_the_weights_of_one_process(cluster, tmp_path, expected, recipe):
     nodes, gpus = RECIPES[recipe]
-    options = ["--wait", f"--nodes={nodes}", f"--gpus-per-node={gpus}"]
+    options = [f"--nodes={nodes}", f"--gpus-per-node={gpus}"]
     command = [SCRIPT, ROOT / "recipes" / recipe, *FP64, "--export", tmp_path / "weights.pt"]
-    job = cluster.sbatch(tmp_path, *options, *command, env=ONE_THREAD, timeout=120)
+    job = cluster.sbatch(tmp_path, *options, *command, env=ONE_THREAD)
     assert job.wait() == "COMPLETED", job.log
     assert_equal(weights(tmp_path / "weights.pt"), expected, 1e-10)
     accounts = cluster.call("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job.id).stdout
@@ -125,40 +124,38 @@ def worker(tmp_path):
     return tmp_path / "worker.py"
 
 
-def test_uneven_nodes_whose_names_do_not_resolve(cluster, tmp_path, worker):
+def test_jobs_share_nodes_whose_names_do_not_resolve(cluster, tmp_path, worker):
+    """Three at once, the second with more GPUs on one node than on the other. It ends before both others do."""
     with pytest.raises(OSError, match="not known|failure"):
         socket.getaddrinfo("n1", 80)
-    (tmp_path / "go").touch()
-    job = cluster.sbatch(tmp_path, "--nodes=2", "--gpus-per-node=0", "--gpus=3", SCRIPT, worker, "go")
-    assert job.wait(60) == "COMPLETED", job.log
-    together = eval(re.search(r"together: (.*)", job.log)[1])
-    counts = {node: int(size) for node, _, _, size, _ in together}
-    assert sorted(counts) == ["n1", "n2"]
-    assert sorted(counts.values()) == [1, 2]
-    for node, visible, *_ in together:
-        assert visible == ",".join(map(str, range(counts[node])))
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_jobs_share_a_node_and_occupied_ports_are_passed_over(cluster, tmp_path, worker, first):
-    """The job that starts first ends first, or the other."""
-    options = ["--hold", "--nodes=2", "--gpus-per-node=1"]
-    jobs = [cluster.sbatch(tmp_path, *options, SCRIPT, worker, f"end {k}") for k in (0, 1)]
+    jobs = [
+        cluster.sbatch(tmp_path, "--hold", "--nodes=2", *gpus, SCRIPT, worker, f"end {k}")
+        for k, gpus in enumerate((["--gpus-per-node=1"], ["--gpus-per-node=0", "--gpus=3"], ["--gpus-per-node=1"]))
+    ]
     port = 20000 + 16 * (int(jobs[0].id) % 750)
     with socket.create_server(("", port)):  # something else that listens where the first job would
         for job in jobs:
             cluster.call("scontrol", "release", job.id)
         for job in jobs:
-            job.wait_for("together", 60)
+            job.wait_for("together", 120)
     assert f":{port + 1}" in jobs[0].log
-    devices = [{node: visible for node, visible, *_ in eval(re.search(r"together: (.*)", job.log)[1])} for job in jobs]
-    assert [sorted(job) for job in devices] == [["n1", "n2"]] * 2
-    assert all(devices[0][node] != devices[1][node] for node in ("n1", "n2"))
-    (tmp_path / f"end {first}").touch()
-    wait_until(lambda: jobs[first].state == "COMPLETED", 30, "one job to end before the other")
-    assert jobs[1 - first].state == "RUNNING"
-    (tmp_path / f"end {1 - first}").touch()
-    assert jobs[1 - first].wait(30) == "COMPLETED", jobs[1 - first].log
+    devices = {"n1": [], "n2": []}
+    for job, sizes in zip(jobs, ([1, 1], [1, 2], [1, 1]), strict=True):
+        together = eval(re.search(r"together: (.*)", job.log)[1])
+        assert {number for *_, number in together} == {job.id}
+        given = {node: (visible.split(","), int(size)) for node, visible, _, size, _ in together}
+        assert sorted(size for _, size in given.values()) == sizes
+        for node, (visible, size) in given.items():
+            assert len(visible) == size
+            devices[node] += visible
+    assert all(len({*given}) == len(given) for given in devices.values()), "no GPU is given twice"
+    (tmp_path / "end 1").touch()
+    assert jobs[1].wait(30, idle=False) == "COMPLETED", jobs[1].log
+    assert jobs[0].state == jobs[2].state == "RUNNING"
+    for k in (0, 2):
+        (tmp_path / f"end {k}").touch()
+    for k in (0, 2):
+        assert jobs[k].wait(30) == "COMPLETED", jobs[k].log
 
 
 # ---- what train.sbatch makes of what a recipe left -------------------------------------------
@@ -281,14 +278,13 @@ def undisturbed(tmp_path_factory):
     return weights(folder / "weights.pt")
 
 
-def assert_undisturbed(job, folder, undisturbed, run_name=None):
+def assert_undisturbed(log, folder, name, undisturbed):
     """As if nothing had happened: the same bits, every step once, in one stream and one log."""
-    path = folder / "runs" / (run_name or job.id)
+    path = folder / "runs" / name
     assert_equal(weights(folder / "weights.pt"), undisturbed)
     assert [step for step, _ in scalars(path)["train/loss"]] == list(range(1, STEPS + 1))
-    starts = [int(step) for step in re.findall(r"(?m)^steps +(\d+) to", job.log)]
-    stops = [int(step) for step in re.findall(r"stopped by \w+ after step (\d+)", job.log)]
-    assert starts == [0, *stops]  # no step lost
+    stops = [int(step) for step in re.findall(r"stopped by \w+ after step (\d+)", log)]
+    assert starts(log) == [0, *stops]  # no step lost
     assert json.loads((path / "status.json").read_text())["status"] == "finished"
 
 
@@ -296,9 +292,15 @@ def workers(job):
     return [pid for pid, line in job.processes().items() if " -u " in line and "_resnet.py" in line]
 
 
-def freeze(job, at):
-    """Hold the run at a step, so that what Slurm does next finds it there. Slurm's SIGTERM wakes it."""
-    job.wait_for(f"step {at}/{STEPS}", 90)
+def starts(log):
+    """The steps at which the run began and went on."""
+    return [int(step) for step in re.findall(r"(?m)^steps +(\d+) to", log)]
+
+
+def freeze(job, restarts):
+    """Hold the run soon after its start, so that what Slurm does next finds it there. Slurm's SIGTERM wakes it."""
+    wait_until(lambda: len(starts(job.log)) > restarts, 120, f"start {restarts} of the run")
+    job.wait_for(f"step {starts(job.log)[restarts] + 2}/{STEPS}", 60)
     for pid in workers(job):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
@@ -311,7 +313,7 @@ def preempt(cluster, folder, job):
 
 def run_out_of_time(cluster, job, requeue):
     """Let Slurm's warning of the time limit come to a frozen job, then let it go on, and once more without limit."""
-    cluster.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=4")  # --signal is 3 minutes before it
+    cluster.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=3")  # --signal is 3 minutes before it
     wait_until(lambda: "time limit" in job.log, 90, "Slurm to announce the time limit")
     for pid in workers(job):
         os.kill(pid, signal.SIGCONT)
@@ -321,19 +323,25 @@ def run_out_of_time(cluster, job, requeue):
 
 
 @pytest.mark.timeout(600)
-def test_preempted_twice_then_requeued_by_hand_then_out_of_time(cluster, tmp_path, undisturbed):
-    command = [SCRIPT, DDP, *RUN, "--export", tmp_path / "weights.pt"]
+def test_preempted_twice_requeued_by_hand_out_of_time_and_cancelled(cluster, tmp_path, undisturbed):
+    """What a job leaves that was cancelled goes on elsewhere."""
+    command = [SCRIPT, DDP, *RUN, "--name", "mine"]
     job = cluster.sbatch(tmp_path, "--nodes=2", *command, env=ONE_THREAD)
-    for step in (4, 10):
-        freeze(job, step)
+    for restarts in (0, 1):
+        freeze(job, restarts)
         preempt(cluster, tmp_path, job)
-    freeze(job, 16)
+    freeze(job, 2)
     cluster.call("scontrol", "requeue", job.id)
-    freeze(job, 22)
+    freeze(job, 3)
     run_out_of_time(cluster, job, requeue=4)
-    assert job.wait(120) == "COMPLETED", job.log
+    freeze(job, 4)
+    cluster.call("scancel", job.id)
+    assert job.wait(40) == "CANCELLED", job.log
     assert job.show()["Restarts"] == "4"
-    assert_undisturbed(job, tmp_path, undisturbed)
+    command = [ROOT / "launch.sh", "--nproc", "2", *command[1:], "--export", tmp_path / "weights.pt"]
+    done = run(command, tmp_path, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert_undisturbed(job.log + done.stdout, tmp_path, "mine", undisturbed)
 
 
 def test_preempted_before_it_could_train(cluster, tmp_path):
@@ -353,43 +361,30 @@ def test_preempted_before_it_could_train(cluster, tmp_path):
 # ---- cancelled, killed, failed ---------------------------------------------------------------
 
 
-@pytest.mark.timeout(600)
-def test_cancelled_job_leaves_a_usable_checkpoint_and_nothing_else(cluster, tmp_path, undisturbed):
-    job = cluster.sbatch(tmp_path, "--nodes=2", SCRIPT, DDP, *RUN, "--name", "mine", env=ONE_THREAD)
-    freeze(job, 4)
-    cluster.call("scancel", job.id)
-    assert job.wait(40) == "CANCELLED", job.log
-    assert job.show()["Restarts"] == "0"
-    command = [ROOT / "launch.sh", "--nproc", "2", DDP, *RUN, "--name", "mine", "--export", tmp_path / "weights.pt"]
-    done = run(command, tmp_path, env=ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    started = int(re.search(r"(?m)^steps +(\d+) to", done.stdout)[1])
-    assert started >= 4
-    assert_equal(weights(tmp_path / "weights.pt"), undisturbed)
-
-
-@pytest.mark.parametrize("victim", ["rank", "torchrun"])
-def test_killed_process_ends_the_job_and_is_named(cluster, tmp_path, victim):
-    job = cluster.sbatch(tmp_path, "--nodes=2", SCRIPT, DDP, *RUN, "--workers", "0", env=ONE_THREAD)
-    job.wait_for("step 4/", 90)
-    name = "bin/torchrun" if victim == "torchrun" else " -u "
-    (pid,) = [pid for pid in holders(b"SLURMD_NODENAME=n2") if name in job.processes().get(pid, "")]
-    os.kill(pid, signal.SIGKILL)
+def test_killed_process_ends_the_job_and_is_named(cluster, tmp_path):
+    """In one job it is a rank, in another torchrun."""
+    command = [SCRIPT, DDP, *RUN, "--workers", "0", "--max-steps", "500"]
+    jobs = {name: cluster.sbatch(tmp_path, "--nodes=2", *command, env=ONE_THREAD) for name in (" -u ", "bin/torchrun")}
+    for name, job in jobs.items():
+        job.wait_for("step 4/", 120)
+        (victim,) = [pid for pid in holders(b"SLURMD_NODENAME=n2") if name in job.processes().get(pid, "")]
+        os.kill(victim, signal.SIGKILL)
+        said = rf"exitcode\s*: -9 \(pid: {victim}\)" if name == " -u " else "n2: task 1: Killed"
+        jobs[name] = job, said
     begun = time.monotonic()
-    assert job.wait(90) == "FAILED", job.log
-    assert time.monotonic() - begun < 75
-    assert job.show()["Restarts"] == "0"
-    if victim == "rank":
-        assert re.search(rf"exitcode\s*: -9 \(pid: {pid}\)", job.log)
-    else:
-        assert "n2: task 1: Killed" in job.log
+    for job, said in jobs.values():
+        assert job.wait(90, idle=False) == "FAILED", job.log
+        assert time.monotonic() - begun < 75
+        assert job.show()["Restarts"] == "0"
+        assert re.search(said, job.log), job.log
+    cluster.idle()
 
 
 @pytest.mark.timeout(600)
 def test_lost_node_requeues_the_job_and_it_resumes(cluster, tmp_path, undisturbed):
     command = [SCRIPT, DDP, *RUN, "--save-every", "4", "--export", tmp_path / "weights.pt"]
     job = cluster.sbatch(tmp_path, "--nodes=2", *command, env=ONE_THREAD)
-    job.wait_for("step 12/", 90)
+    wait_until(lambda: any((tmp_path / "runs" / job.id).glob("step_*.pt")), 120, "a checkpoint")
     cluster.kill_node("n2")
     try:
         wait_until(lambda: job.state in ("PENDING", "FAILED", "NODE_FAIL"), 90, "Slurm to give the job up")
@@ -400,27 +395,21 @@ def test_lost_node_requeues_the_job_and_it_resumes(cluster, tmp_path, undisturbe
     assert job.wait(120) == "COMPLETED", job.log
     assert re.search(r"(?i)node failure|n2.*(unresponsive|not responding|lost|down)", job.log), job.log
     assert_equal(weights(tmp_path / "weights.pt"), undisturbed)
-    starts = [int(step) for step in re.findall(r"(?m)^steps +(\d+) to", job.log)]
-    assert starts[1] >= 4
+    assert starts(job.log)[1] >= 4
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--learning-rate", "1"], "--learning-rate"),
-        (["--data", "/no/such/folder"], "/no/such/folder"),
-    ],
-)
-def test_failure_at_once_is_failed_with_one_clear_line(cluster, tmp_path, options, line):
-    job = cluster.sbatch(tmp_path, SCRIPT, DDP, *options)
-    assert job.wait(60) == "FAILED", job.log
-    assert job.show()["Restarts"] == "0"
-    assert len(re.findall(r"(?m)^ddp_resnet.py: .*", job.log)) == 1, job.log
-    said, _, after = job.log.partition("ddp_resnet.py: ")
-    assert line in after.splitlines()[0]
-    # What follows is torchrun's and Slurm's; nothing of the recipe, and no traceback through it.
-    assert "recipes/ddp_resnet.py" not in "".join(re.findall(r'(?m)^ *File "(.*)", line', job.log))
-    assert not re.search(r"(?m)^(steps|step|run) ", said + after)
+def test_failure_at_once_is_failed_with_one_clear_line(cluster, tmp_path):
+    wrong = {"options: --learning-rate": ["--learning-rate", "1"], "/no/such/folder": ["--data", "/no/such/folder"]}
+    jobs = {line: cluster.sbatch(tmp_path, SCRIPT, DDP, *options) for line, options in wrong.items()}
+    for line, job in jobs.items():
+        assert job.wait(60, idle=False) == "FAILED", job.log
+        assert job.show()["Restarts"] == "0"
+        assert len(re.findall(r"(?m)^ddp_resnet.py: .*", job.log)) == 1, job.log
+        said, _, after = job.log.partition("ddp_resnet.py: ")
+        assert line in after.splitlines()[0]
+        # What follows is torchrun's and Slurm's; nothing of the recipe, and no traceback through it.
+        assert "recipes/ddp_resnet.py" not in "".join(re.findall(r'(?m)^ *File "(.*)", line', job.log))
+        assert not re.search(r"(?m)^(steps|step|run) ", said + after)
 
 
 # ---- submit.py -------------------------------------------------------------------------------
@@ -431,7 +420,7 @@ ON_SLURM = ["--cpus-per-task", "2", "--time", "10"]
 RECIPE = """
 import os, sys, time
 print("recipe", sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["SLURM_NNODES"], flush=True)
-sys.exit(int(sys.argv[1].partition("=")[2]) if sys.argv[1:] else 0)
+sys.exit(sum(int(word[7:]) for word in sys.argv if word.startswith("--code=")))
 """
 
 
@@ -460,30 +449,26 @@ def test_preempted_requeued_and_out_of_time_through_submitit(cluster, tmp_path, 
     command = [*SUBMIT, *ON_SLURM, "--nodes", "2", "--follow", DDP, *RUN, "--export", tmp_path / "weights.pt"]
     with start(command, tmp_path, {**cluster.env, **ONE_THREAD}) as submit:
         job = Submitted(cluster, submit, tmp_path)
-        freeze(job, 4)
+        freeze(job, 0)
         preempt(cluster, tmp_path, job)
-        freeze(job, 10)
+        freeze(job, 1)
         cluster.call("scontrol", "requeue", job.id)
-        freeze(job, 16)
+        freeze(job, 2)
         run_out_of_time(cluster, job, requeue=3)
         done = submit.wait(150)
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith(f"job {job.id}: COMPLETED\n")
     assert job.log in done.stdout
     assert job.show()["Restarts"] == "3"
-    assert_undisturbed(job, tmp_path, undisturbed)
+    assert_undisturbed(job.log, tmp_path, job.id, undisturbed)
 
 
-def test_local_as_a_new_user_would_try_it(tmp_path):
-    options = ["--cluster", "local", "--follow"]
-    done = run([*SUBMIT, *options, DDP, *MODEL, "--max-steps", "2", "--name", "first"], tmp_path, env=ONE_THREAD)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"job \d+: runs/first, log runs/submitit/\d+_0_log.out", done.stdout)
-    assert "step 2/2" in done.stdout
-    assert json.loads((tmp_path / "runs/first/status.json").read_text())["status"] == "finished"
+def test_local_job_that_fails(tmp_path):
+    """One that succeeds is in the guide."""
     (tmp_path / "fails.py").write_text("import sys; sys.exit('out of luck')")
-    done = run([*SUBMIT, *options, "fails.py"], tmp_path)
+    done = run([*SUBMIT, "--cluster", "local", "--follow", "fails.py", "--name", "first"], tmp_path)
     assert done.returncode == 1
+    assert re.search(r"job \d+: runs/first, log runs/submitit/\d+_0_log.out", done.stdout)
     assert "out of luck" in done.stdout
 
 
@@ -519,16 +504,13 @@ def test_dry_run_shows_the_job_and_submits_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_sweep_is_an_array_of_runs_that_hparams_compares(cluster, tmp_path):
+def test_sweep_is_an_array_of_runs_whose_logs_are_told_apart(cluster, tmp_path, recipe):
+    """What recipes make of it is in the guide."""
     options = [*ON_SLURM, "--follow", "--sweep", "lr=0.1,0.2"]
-    command = [*SUBMIT, *options, DDP, *MODEL, "--max-steps", "1", "--name", "tune"]
-    done = run(command, tmp_path, 180, env={**cluster.env, **ONE_THREAD})
+    done = run([*SUBMIT, *options, recipe, "--name", "tune"], tmp_path, env=cluster.env)
     assert done.returncode == 0, done.stdout
     for lr in ("0.1", "0.2"):
-        path = tmp_path / "runs/tune" / f"lr={lr}"
-        assert json.loads((path / "config.json").read_text())["lr"] == float(lr)
-        assert events(path).SummaryMetadata("_hparams_/session_start_info").plugin_data.plugin_name == "hparams"
-        assert f"[lr={lr}] step 1/1" in done.stdout
+        assert f"[lr={lr}] recipe ['--name', 'tune', '--lr={lr}', '--name=tune/lr={lr}'] " in done.stdout
 
 
 def test_cancelled_while_pending(cluster, tmp_path, recipe):
@@ -631,6 +613,7 @@ def test_every_command_of_the_guide(cluster, checkout):
             job = submit(words)
             job_id = job.id
             wait_until((checkout / f"runs/{job_id}/status.json").exists, 120, "the first job to train")
+            cluster.call("scancel", "--signal=STOP", job_id)  # it need not train while others do
         elif command.startswith("sbatch"):
             other = submit(f"{words} --max-steps 1")
             assert other.wait(180, idle=False) == "COMPLETED"
@@ -646,6 +629,10 @@ def test_every_command_of_the_guide(cluster, checkout):
             output = bash(f"{words} --image-size 16 --max-steps 1")
             for number in re.findall(r"to cancel: scancel (\d+)", output):
                 wait_until(lambda n=number: not cluster.call("squeue", "-h", "-j", n, check=False).stdout, 180, number)
+            if "--follow" in command:
+                assert "finished after step 1" in output
+            if "--cluster local" in command:
+                assert re.search(r"job \d+: runs/\S+, log runs/submitit/\d+_0_log.out", output)
         elif "--head" in command:
             assert "--head 192.168.1.10 recipes" in command  # two hosts: test_namespaces.py
             ran.append(words)
@@ -657,5 +644,9 @@ def test_every_command_of_the_guide(cluster, checkout):
             if "status.json" in command:
                 assert '"running"' in output
     assert len(ran) == len(guide()) > 12
+    for lr in ("0.05", "0.1"):
+        (path,) = (checkout / "runs").glob(f"sweep-*/lr={lr}")
+        assert json.loads((path / "config.json").read_text())["lr"] == float(lr)
+        assert events(path).SummaryMetadata("_hparams_/session_start_info").plugin_data.plugin_name == "hparams"
     runs = [json.loads(path.read_text())["status"] for path in (checkout / "runs").glob("**/status.json")]
     assert runs.count("finished") == len(runs) >= 5
