@@ -152,6 +152,15 @@ def pytest_configure():
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
+# The files that take longest are begun first: a long one that is begun last leaves the other workers idle.
+LONGEST = ["test_slurm", "test_resume", "test_pp", "test_fsdp", "test_same_numbers", "test_bad_input", "test_readme"]
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: k for k, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def pytest_sessionfinish(session, exitstatus):
     # Where everything skipped, nothing was shown: that is no success.
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -40,5 +40,5 @@ fi
 "$python" -m ruff format --check .
 shopt -s nullglob
 "$(dirname -- "$python")/shellcheck" launch.sh .ci/run tests/*.sh slurm/*.sbatch
-# Two files at a time, as tests wait a lot, on Slurm and while Python imports torch.
-exec "$python" -m pytest --numprocesses 2 --dist loadfile "$@"
+# Three files at a time, for two cores, as tests wait a lot: on Slurm, and for processes that are gone or hang.
+exec "$python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"
