@@ -74,7 +74,7 @@ class Job:
     def signal(self, number):
         os.kill(self.pid, number)
 
-    def wait_for(self, text, timeout=60):
+    def wait_for(self, text, timeout=180):
         """Wait until text stands in the output; fail at once if the command ends without it."""
 
         def seen():
@@ -86,7 +86,7 @@ class Job:
 
         wait_until(seen, timeout, f"{text!r} in the output of {self.cmd}")
 
-    def wait(self, timeout=120):
+    def wait(self, timeout=240):
         """The completed command; fails if it takes longer or leaves a process behind."""
         try:
             code = self.process.wait(timeout)
@@ -125,7 +125,7 @@ def start(cmd, cwd, env=None):
     return Job(cmd, cwd, env)
 
 
-def run(cmd, cwd, timeout=120, env=None):
+def run(cmd, cwd, timeout=240, env=None):
     """Run cmd to its end. Past timeout, or if it leaves a process behind, the test fails."""
     with start(cmd, cwd, env) as job:
         return job.wait(timeout)

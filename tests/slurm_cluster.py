@@ -257,7 +257,7 @@ class BatchJob:
     def processes(self):
         return processes(self.mark)
 
-    def wait_for(self, text, timeout=60):
+    def wait_for(self, text, timeout=120):
         def seen():
             if text in self.log:
                 return True

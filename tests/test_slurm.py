@@ -308,7 +308,7 @@ def freeze(job, restarts):
 
 def preempt(cluster, folder, job):
     high = cluster.sbatch(folder, "--partition=high", "--nodes=2", "--exclusive", "--wrap", "true")
-    wait_until(lambda: high.state == "COMPLETED", 60, "the job that preempts")
+    wait_until(lambda: high.state == "COMPLETED", 120, "the job that preempts")
 
 
 def run_out_of_time(cluster, job, requeue):
@@ -317,7 +317,7 @@ def run_out_of_time(cluster, job, requeue):
     wait_until(lambda: "time limit" in job.log, 90, "Slurm to announce the time limit")
     for pid in workers(job):
         os.kill(pid, signal.SIGCONT)
-    job.wait_for(f"requeue {requeue}, to go on from step", 30)
+    job.wait_for(f"requeue {requeue}, to go on from step", 60)
     wait_until(lambda: job.state == "RUNNING", 30, "the job to start again")
     cluster.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=30")
 
@@ -402,7 +402,7 @@ def test_failure_at_once_is_failed_with_one_clear_line(cluster, tmp_path):
     wrong = {"options: --learning-rate": ["--learning-rate", "1"], "/no/such/folder": ["--data", "/no/such/folder"]}
     jobs = {line: cluster.sbatch(tmp_path, SCRIPT, DDP, *options) for line, options in wrong.items()}
     for line, job in jobs.items():
-        assert job.wait(60, idle=False) == "FAILED", job.log
+        assert job.wait(120, idle=False) == "FAILED", job.log
         assert job.show()["Restarts"] == "0"
         assert len(re.findall(r"(?m)^ddp_resnet.py: .*", job.log)) == 1, job.log
         said, _, after = job.log.partition("ddp_resnet.py: ")
@@ -455,7 +455,7 @@ def test_preempted_requeued_and_out_of_time_through_submitit(cluster, tmp_path, 
         cluster.call("scontrol", "requeue", job.id)
         freeze(job, 2)
         run_out_of_time(cluster, job, requeue=3)
-        done = submit.wait(150)
+        done = submit.wait()
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith(f"job {job.id}: COMPLETED\n")
     assert job.log in done.stdout
@@ -620,7 +620,7 @@ def test_every_command_of_the_guide(cluster, checkout):
         elif command.startswith("ssh"):
             with start(["bash", "-c", words], checkout, env) as tunnel:
                 ran.append(words)
-                wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", 6006)) == 0, 60, "TensorBoard")
+                wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", 6006)) == 0, 120, "TensorBoard")
                 tunnel.kill()
         elif command.startswith("scancel"):
             bash(words)
