@@ -373,8 +373,8 @@ def test_killed_process_ends_the_job_and_is_named(cluster, tmp_path):
         jobs[name] = job, said
     begun = time.monotonic()
     for job, said in jobs.values():
-        assert job.wait(90, idle=False) == "FAILED", job.log
-        assert time.monotonic() - begun < 75
+        assert job.wait(120, idle=False) == "FAILED", job.log
+        assert time.monotonic() - begun < 90  # the minute that srun waits for other nodes, and KillWait
         assert job.show()["Restarts"] == "0"
         assert re.search(said, job.log), job.log
     cluster.idle()
