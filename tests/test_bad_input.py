@@ -125,13 +125,13 @@ def test_one_line(results, case):
     check(results[case], CASES[case])
 
 
-@pytest.mark.parametrize("case", ["--no-such-option 1", "--resume cut.pt"])
-def test_quickly(folder, case):
-    began = time.monotonic()
+def test_quickly(folder):
+    begun = [time.monotonic()]
     assert run(command(DDP, "--help"), folder, env=ENV).returncode == 0  # says how fast this machine is now
-    helped = time.monotonic()
-    check(run(command(DDP, *words(case)), folder, env=ENV), CASES[case])
-    assert time.monotonic() - helped < max(15, 4 * (helped - began))
+    for case in ("--no-such-option 1", "--resume cut.pt"):
+        begun.append(time.monotonic())
+        check(run(command(DDP, *words(case)), folder, env=ENV), CASES[case])
+        assert time.monotonic() - begun[-1] < max(15, 4 * (begun[1] - begun[0]))
 
 
 def test_nothing_is_touched(results, folder):
@@ -149,10 +149,9 @@ def test_unwritable_run_directory(tmp_path):
     "options, text, env",
     [
         ("--batch-size 63", "62 or 64 would", {}),
-        ("--data nowhere", "--data nowhere: ", {}),
         ("--max-steps 1", "2 processes for 1 GPUs", {"PYTHONPATH": "fake gpu"}),
     ],
-    ids=["not divisible", "no data", "too few GPUs"],
+    ids=["not divisible", "too few GPUs"],
 )
 def test_one_line_under_torchrun(tmp_path, options, text, env):
     (tmp_path / "fake gpu").mkdir()
