@@ -433,7 +433,7 @@ class Run:
         self.evaluated, self.result = self.state.get("evaluated", 0), self.state.get("result", "")
         self.saved, self.saving, self.saver = (self.step, self.evaluated), None, ThreadPoolExecutor(1)
         # Since the last log line; those of a checkpoint were summed over the ranks, and so count on one of them.
-        self.rows = [torch.tensor(row, device=device).double() * self.leader for row in self.state.get("rows", [])]
+        self.rows = [*torch.tensor(self.state.get("rows", []), dtype=torch.float64, device=device) * self.leader]
         self.spent, self.memory, self.began = Counter(), [0.0], time.perf_counter()
         self.logged, self.digits = (self.step, self.began, Counter()), 16 if config.dtype == "fp64" else 5
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))  # waits for no GPU
