@@ -298,7 +298,7 @@ def build_loader(images: Images, batches, config: Config, device: torch.device):
         generator, size = torch.Generator().manual_seed(config.seed), (256, 3, images.size, images.size)
         noise = torch.randint(256, size, dtype=torch.uint8, generator=generator).to(device)
         indices = (torch.tensor([index for _, index in batch], dtype=torch.int64) for batch in batches)
-        return ((noise[index % 256], images.labels[index]) for index in indices)
+        return ((noise[(index % 256).to(device, non_blocking=True)], images.labels[index]) for index in indices)
     return DataLoader(
         images,
         batch_size=None,  # the sampler gives whole batches, and Images loads them

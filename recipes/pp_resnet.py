@@ -287,7 +287,7 @@ def build_loader(images: Images, batches, config: Config, device: torch.device):
         generator, size = torch.Generator().manual_seed(config.seed), (256, 3, images.size, images.size)
         noise = torch.randint(256, size, dtype=torch.uint8, generator=generator).to(device)
         indices = (torch.tensor([index for _, index in batch], dtype=torch.int64) for batch in batches)
-        return ((noise[index % 256], images.labels[index]) for index in indices)
+        return ((noise[(index % 256).to(device, non_blocking=True)], images.labels[index]) for index in indices)
     return DataLoader(
         images,
         batch_size=None,  # the sampler gives whole batches, and Images loads them
@@ -523,7 +523,8 @@ class Pipeline(nn.Module):
         for module in model.modules():
             if isinstance(module, nn.SyncBatchNorm):
                 module.process_group = self.replicas
-        self.places, self.parameters_of_all = [names.index(name) for name, _ in model.named_parameters()], len(names)
+        places = [names.index(name) for name, _ in model.named_parameters()]
+        self.places, self.parameters_of_all = torch.tensor(places, device=self.device), len(names)
 
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[config.schedule]
         stages = stages if config.schedule == "interleaved" else stages[0]
