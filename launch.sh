@@ -201,9 +201,9 @@ else
   options+=(--rdzv-endpoint="$endpoint" --rdzv-id="$id" --local-addr="$address"
     --rdzv-conf="is_host=$is_host,join_timeout=$wait,read_timeout=$wait")
 fi
-# gloo would look its address up by host name, which Debian maps to 127.0.1.1 on every node.
 # torchrun 2.14 keeps its store over a restart, with the addresses of dead workers: make a new one.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# gloo would look its address up by host name, which Debian maps to 127.0.1.1 on every node.
 if [[ -e /sys/class/net/$interface ]]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}; fi
 
 if [[ -n $in_step ]]; then
