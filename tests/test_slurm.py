@@ -167,8 +167,10 @@ if [[ $1 == --setup-only ]]; then exit; fi
 shift
 line=$(sed -n "$((${SLURM_RESTART_COUNT:-0} + 1))p" <<<"$PLAN")
 mkdir -p "runs/$SLURM_JOB_ID"
-if [[ ${line#* } == {* ]]; then echo "${line#* }" >"runs/$SLURM_JOB_ID/status.json"; fi
+if [[ $SLURM_NODEID -gt 0 ]]; then exit 1; fi
 echo "start ${SLURM_RESTART_COUNT:-0}"
+sleep "${LATE:-0}"
+if [[ ${line#* } == {* ]]; then echo "${line#* }" >"runs/$SLURM_JOB_ID/status.json"; fi
 exit "${line%% *}"
 """
 
@@ -205,7 +207,11 @@ ENDINGS = {  # the starts of the job, the state that it ends in, how often it wa
         2,
         "stopped at step 6, and already requeued 2 times (MAX_REQUEUES): not again",
     ),
+    # torchrun ends with 1 after a SIGTERM, while on another node rank 0 may still be writing. Or it may hang.
+    "one node ends first": ([f"0 {status('finished', 9)}"], "COMPLETED", 0, ""),
+    "one node ends, the other hangs": (["0"], "FAILED", 0, ""),
 }
+LATE = {"one node ends first": "3", "one node ends, the other hangs": "600"}  # seconds, on the first of two nodes
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +223,9 @@ def endings(cluster, tmp_path_factory):
     options = ["--gpus-per-node=0", "--cpus-per-task=1"]
     jobs = {}
     for name, (plan, *_) in ENDINGS.items():
-        env = {"CHECKOUT": str(folder), "PLAN": "\n".join(plan), "MAX_REQUEUES": "2"}
-        jobs[name] = cluster.sbatch(folder, *options, SCRIPT, "recipe.py", env=env)
+        env = {"CHECKOUT": str(folder), "PLAN": "\n".join(plan), "MAX_REQUEUES": "2", "LATE": LATE.get(name, "0")}
+        nodes = f"--nodes={1 + (name in LATE)}"
+        jobs[name] = cluster.sbatch(folder, *options, nodes, SCRIPT, "recipe.py", env=env)
     return jobs
 
 
