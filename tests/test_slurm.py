@@ -233,7 +233,7 @@ def endings(cluster, tmp_path_factory):
 def test_requeued_by_the_marker_or_ended(endings, name):
     _, state, restarts, message = ENDINGS[name]
     job = endings[name]
-    assert job.wait(90, idle=False) == state, job.log
+    assert job.wait(120, idle=False) == state, job.log
     assert int(job.show()["Restarts"]) == restarts
     assert message in job.log
     assert [f"start {k}\n" in job.log for k in range(restarts + 2)] == [True] * (restarts + 1) + [False]
