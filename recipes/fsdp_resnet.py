@@ -49,7 +49,7 @@ import torchvision
 import tyro
 from PIL import Image
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -325,6 +325,15 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16")
 
 
+def build_mesh(config: Config, device: torch.device, width: int, names: tuple[str, str]) -> DeviceMesh:
+    """All ranks in rows of `width` neighbours, which share a node if they can. The names are those of the columns,
+    of which rank 0 leads the first, and of the rows. torch's init_device_mesh would take no timeout."""
+    grid = torch.arange(dist.get_world_size()).view(-1, width)
+    timeout = timedelta(seconds=config.timeout) * (2 if device.type == "cuda" else 1)  # as in setup_distributed
+    groups = [dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0] for ranks in (grid.T, grid)]
+    return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=names)
+
+
 def shard_model(model: nn.Module, config: FullySharded, device: torch.device) -> None:
     """Make each residual block a unit that is gathered and freed as one; stem and head form the last.
 
@@ -333,10 +342,9 @@ def shard_model(model: nn.Module, config: FullySharded, device: torch.device) ->
     few, they form one unit, gathered once.
     """
     model.to(memory_format=torch.contiguous_format)  # FSDP needs it; the images alone make cuDNN use channels_last
-    world, local_world = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    nodes = world // local_world if config.hybrid_shard else 1
-    mesh = init_device_mesh(device.type, (nodes, world // nodes), mesh_dim_names=("replicate", "shard"))
-    mesh = mesh if config.hybrid_shard else mesh["shard"]
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if config.hybrid_shard:
+        mesh = build_mesh(config, device, int(os.environ["LOCAL_WORLD_SIZE"]), ("replicate", "shard"))
     half = torch.bfloat16 if config.dtype == "bf16" else None
     if half:
         norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d | nn.SyncBatchNorm | nn.GroupNorm)]

@@ -461,13 +461,13 @@ def ideal_seconds(order: dict[int, list], seconds: list[tuple[float, float]]) ->
     return max(clocks.values())
 
 
-def build_mesh(config: PipelineParallel, device: torch.device) -> DeviceMesh:
-    """Replicas x stages. The stages of a replica are neighbours, so that activations stay within a node if they
-    can; rank 0 is the first stage of the first replica."""
-    grid = torch.arange(dist.get_world_size()).view(-1, config.stages)
+def build_mesh(config: Config, device: torch.device, width: int, names: tuple[str, str]) -> DeviceMesh:
+    """All ranks in rows of `width` neighbours, which share a node if they can. The names are those of the columns,
+    of which rank 0 leads the first, and of the rows. torch's init_device_mesh would take no timeout."""
+    grid = torch.arange(dist.get_world_size()).view(-1, width)
     timeout = timedelta(seconds=config.timeout) * (2 if device.type == "cuda" else 1)  # as in setup_distributed
     groups = [dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0] for ranks in (grid.T, grid)]
-    return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=("replica", "stage"))
+    return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=names)
 
 
 class Stage(PipelineStage):
@@ -912,7 +912,7 @@ def train(config: PipelineParallel) -> None:
     model = build_model(config, len(classes), device)
     million = sum(p.numel() for p in model.parameters()) / 1e6
     state = run.state or {"model": copy.deepcopy(model.state_dict()), "momentum": {}}
-    mesh = build_mesh(config, device)
+    mesh = build_mesh(config, device, config.stages, ("replica", "stage"))
     replica, stage = mesh.get_coordinate()
     pipeline = Pipeline(config, model, cut, mesh, run)
     to_first = dist.new_subgroups_by_enumeration(mesh.mesh.tolist(), timedelta(seconds=config.timeout), "gloo")[0]

@@ -1,17 +1,19 @@
 """Fully sharded: ddp's numbers, 1/N of the parameters on each, and one checkpoint format for all recipes."""
 
 import contextlib
+import os
+import signal
 import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import start
+from conftest import start, wait_until
 from strategies import EXACT, STEPS, assert_resumes_exactly, assert_same, assert_same_weights, refusal, train
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import ENV, RECIPES, load
+from training import ENV, RECIPES, load, workers
 
 FSDP = RECIPES / "fsdp_resnet.py"
 CPU = torch.device("cpu")
@@ -23,21 +25,39 @@ def test_equals_ddp(ddp, tmp_path, processes, options):
     assert_same(ddp, train(tmp_path, FSDP, processes, {"fsdp": options})["fsdp"])
 
 
-def test_hybrid_equals_ddp(ddp, tmp_path):
+@contextlib.contextmanager
+def hybrid(folder, *options):
     """Two nodes, played by two torchruns, of two processes each."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         meet = f"--rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{listener.getsockname()[1]} --local_addr=127.0.0.1"
-    words = [FSDP, *EXACT, "--name", "run", "--export", "w.pt", *STEPS, "--hybrid-shard"]
     with contextlib.ExitStack() as stack:
         jobs = []
         for head in (1, 0):
             torchrun = f"torchrun --nnodes=2 --nproc_per_node=2 {meet} --rdzv_conf=is_host={head}"
-            jobs.append(stack.enter_context(start([*torchrun.split(), *words], tmp_path, ENV)))
+            words = [*torchrun.split(), FSDP, *EXACT, "--name", "run", "--hybrid-shard", *options]
+            jobs.append(stack.enter_context(start(words, folder, ENV)))
+        yield jobs
+
+
+def test_hybrid_equals_ddp(ddp, tmp_path):
+    with hybrid(tmp_path, "--export", "w.pt", *STEPS) as jobs:
         for job in jobs:
             assert job.wait(300).returncode == 0, job.stderr
     weights = torch.load(tmp_path / "w.pt", weights_only=True)
     assert_same_weights(ddp.weights, weights)
+
+
+def test_a_hung_process_is_named_in_a_hybrid_run(tmp_path):
+    """The groups of a mesh have a time limit too."""
+    with hybrid(tmp_path, "--timeout", "5") as jobs:
+
+        def said(text):
+            return any(text in job.stdout + job.stderr for job in jobs)
+
+        wait_until(lambda: said("step 2/"), 180, "step 2")
+        os.kill({rank: pid for job in jobs for rank, pid in workers(job).items()}[3], signal.SIGSTOP)
+        wait_until(lambda: said("fsdp_resnet.py: [Rank 0]: Ranks 3 failed"), 40, "the name of who hangs")
 
 
 def test_resumes_exactly(tmp_path):

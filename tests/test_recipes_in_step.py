@@ -21,7 +21,7 @@ MAY_DIFFER = {
     "snapshot": "where no process has the whole state, it is gathered",
 }
 # Changed lines against ddp_resnet.py, docstring included. A number that grows wants a reason in the same commit.
-CHANGED_LINES = {"dp_resnet.py": 138, "fsdp_resnet.py": 144, "mp_resnet.py": 215, "pp_resnet.py": 381}
+CHANGED_LINES = {"dp_resnet.py": 138, "fsdp_resnet.py": 152, "mp_resnet.py": 215, "pp_resnet.py": 381}
 
 
 def blocks(text):
