@@ -384,11 +384,11 @@ def test_occupied_ports_are_passed_over(tmp_path, port):
         socket.create_server(("127.0.0.1", port)),  # accepts, and says nothing
         socket.create_server(("", port + 1)),
         node(tmp_path, port, 0) as head,
-        node(tmp_path, port, 0, job="8.0.0") as head_of_another,
-        node(tmp_path, port, 1, job="8.0.0") as peer_of_another,
-        node(tmp_path, port, 1) as peer,
+        node(tmp_path, port, 1, job="8.0.0") as peer_of_another,  # and so first at this head, which isn't its own
     ):
-        found = {job: job.wait(40).stdout.split() for job in (head, peer, head_of_another, peer_of_another)}
+        time.sleep(1)
+        with node(tmp_path, port, 0, job="8.0.0") as head_of_another, node(tmp_path, port, 1) as peer:
+            found = {job: job.wait(40).stdout.split() for job in (head, peer, head_of_another, peer_of_another)}
     assert {found[head][1], found[head_of_another][1]} == {f"127.0.0.1:{port + 2}", f"127.0.0.1:{port + 3}"}
     assert found[peer][1:3] == found[head][1:3]
     assert found[peer_of_another][1:3] == found[head_of_another][1:3]
