@@ -25,7 +25,8 @@ OPTIONS = shlex.split(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run killed after step 10, whose newest checkpoint is of step 8, and finished by the same command."""
+    """A run killed after step 10, whose newest checkpoint is of step 8, finished by the same command, and given that
+    command once more, when nothing is left to do."""
     folder = tmp_path_factory.mktemp("tensorboard")
     image_folder(folder / "pictures")
     with start(command(DDP, *OPTIONS), folder, ENV) as job:
@@ -33,6 +34,8 @@ def folder(tmp_path_factory):
         job.signal(signal.SIGKILL)
     assert run(command(DDP, *OPTIONS, "--profile"), folder, env=ENV).returncode == 0
     assert status(folder / "runs/shown")["started_at_step"] == 8
+    assert run(command(DDP, *OPTIONS), folder, env=ENV).returncode == 0
+    assert status(folder / "runs/shown")["started_at_step"] == 12
     return folder
 
 
